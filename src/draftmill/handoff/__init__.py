@@ -1,0 +1,1 @@
+"""The bounded queue between target and drafter: fixed slots, reserved before the work, released after it."""

@@ -1,0 +1,1 @@
+"""The frozen target: token batches in, hidden states of the tapped layers out."""
