@@ -1,4 +1,4 @@
-"""Some hundred rows at once: rows → documents and drops. Runs in worker processes; the same rows give the same chunk."""
+"""Some hundred rows at once: rows → documents and drops. The same rows give the same chunk in every process."""
 
 from __future__ import annotations
 

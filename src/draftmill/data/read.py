@@ -175,4 +175,6 @@ def _parquet_rows(raw: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _broken(path: Path, why: str) -> UserError:
-    return UserError(f"{path} cannot be read to its end ({why}); nothing was prepared. Copy or download the file again.")
+    return UserError(
+        f"{path} cannot be read to its end ({why}); nothing was prepared. Copy or download the file again."
+    )

@@ -130,9 +130,7 @@ def make_document(draft: Draft, encoding: Any, chat: ChatTokenizer, max_tokens: 
     return cut_document(ids, mask, max_tokens)
 
 
-def cut_document(
-    ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], max_tokens: int | None
-) -> Document | None:
+def cut_document(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], max_tokens: int | None) -> Document | None:
     """The first max_tokens tokens; None when no two neighbouring tokens there are trained."""
     cut = max_tokens is not None and len(ids) > max_tokens
     ids, mask = ids[:max_tokens], mask[:max_tokens]
@@ -168,9 +166,7 @@ def _mark_answer(
         mask[stop] = answer.finished and mask[stop - 1]
 
 
-def _prompt_tokens(
-    start: int, text: str, ids: npt.NDArray[np.int32], starts: Positions, chat: ChatTokenizer
-) -> int:
+def _prompt_tokens(start: int, text: str, ids: npt.NDArray[np.int32], starts: Positions, chat: ChatTokenizer) -> int:
     """How many tokens the prompt has. Raises RowError when alone it would have other tokens than in the whole text.
 
     Tokenizers split at special tokens first, so only the text after the last of them can come out differently.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class CheckedConversation:
     """A conversation that ends with an assistant turn.
 
     `trailing_removed`: turns after the last assistant turn that were taken off.
-    `finished`: False when the row says its last answer was cut at a length limit, so its end of turn is not the model's.
+    `finished`: False when the row says its last answer was cut at a length limit, so the end of turn is not its own.
     """
 
     conversation: Conversation
@@ -216,12 +217,12 @@ def _check_order(roles: list[str]) -> None:
     first = next(role for role in roles if role != "system")
     if first == "assistant":
         raise RowError("assistant_first", "the first turn is the assistant's")
-    for place, (before, role) in enumerate(zip(roles, roles[1:], strict=False), start=2):
+    for place, (before, role) in enumerate(pairwise(roles), start=2):
         if before == role == "user":
             raise RowError("two_users_in_a_row", f"messages {place - 1} and {place} are both the user's")
         if before == role == "assistant":
             raise RowError("two_assistants_in_a_row", f"messages {place - 1} and {place} are both the assistant's")
-    for place, (before, role) in enumerate(zip(["", *roles], roles, strict=False), start=1):
+    for place, (before, role) in enumerate(pairwise(["", *roles]), start=1):
         if role == "tool" and before not in ("assistant", "tool"):
             raise RowError("tool_without_call", f"message {place} is a tool's but follows no assistant turn")
     if "assistant" not in roles:

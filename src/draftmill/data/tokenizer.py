@@ -45,7 +45,7 @@ def load_tokenizer(model: str) -> Any:
         ) from None
     if not tokenizer.is_fast:
         raise UserError(
-            f"The tokenizer of {model} is a slow one without character offsets, so answers cannot be told from prompts; "
+            f"The tokenizer of {model} is a slow one without character offsets, so answers cannot be located; "
             "nothing was prepared. Save it as tokenizer.json (the `tokenizers` format) beside the model."
         )
     return tokenizer

@@ -23,9 +23,7 @@ from draftmill.drafter.model import Attend
 Kind = tuple[int | None, bool]  # window, causal inside the block
 
 
-def visible(
-    blocks: Blocks, document_ids: Tensor, position_ids: Tensor, *, window: int | None, causal: bool
-) -> Tensor:
+def visible(blocks: Blocks, document_ids: Tensor, position_ids: Tensor, *, window: int | None, causal: bool) -> Tensor:
     """The mask by its definition: [N·B, T + N·B] bool, True where a draft token sees a context or draft token.
 
     document_ids, position_ids: [T] int of the context.
@@ -79,12 +77,12 @@ def by_document(spec: DrafterSpec, blocks: Blocks, document_ids: Tensor, positio
     per_layer, context = kinds(spec), document_ids.shape[0]
     size = blocks.tokens.shape[1]
     pieces = []
-    for document in blocks.document_ids.unique_consecutive().tolist():
+    for document in torch.unique_consecutive(blocks.document_ids).tolist():
         rows = (blocks.document_ids == document).nonzero().squeeze(-1)
-        own = select(blocks, slice(int(rows[0]), int(rows[-1]) + 1))
+        own = blocks.select(slice(int(rows[0]), int(rows[-1]) + 1))
         start = int((document_ids == document).nonzero()[0])
         end = int(own.anchors[-1])  # nothing at or behind the last anchor is seen by any block
-        local = Blocks(own.anchors - start, *_fields(own)[1:])
+        local = Blocks(own.anchors - start, *own.tensors()[1:])
         masks = {
             kind: visible(local, document_ids[start:end], position_ids[start:end], window=kind[0], causal=kind[1])
             for kind in set(per_layer)
@@ -104,14 +102,4 @@ def by_document(spec: DrafterSpec, blocks: Blocks, document_ids: Tensor, positio
 
 def trim_padding(blocks: Blocks) -> Blocks:
     """Without the padding anchors at the end. For devices where shapes may vary."""
-    return select(blocks, slice(0, int((blocks.anchors >= 0).sum())))
-
-
-def select(blocks: Blocks, rows: slice) -> Blocks:
-    """Some of the blocks."""
-    return Blocks(*(field[rows] for field in _fields(blocks)))
-
-
-def _fields(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    b = blocks
-    return b.anchors, b.tokens, b.position_ids, b.document_ids, b.labels, b.weights
+    return blocks.select(slice(0, int((blocks.anchors >= 0).sum())))

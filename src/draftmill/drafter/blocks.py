@@ -31,6 +31,16 @@ class Blocks:
     labels: Tensor
     weights: Tensor
 
+    def to(self, device: torch.device | str) -> Blocks:
+        return Blocks(*(tensor.to(device) for tensor in self.tensors()))
+
+    def select(self, rows: slice) -> Blocks:
+        """Some of the blocks."""
+        return Blocks(*(tensor[rows] for tensor in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.anchors, self.tokens, self.position_ids, self.document_ids, self.labels, self.weights
+
 
 def default_gamma(block_size: int) -> float:
     """γ of the slot decay: 7 / 5 / 4 for blocks of 16 / 10 / 8 (arXiv 2602.06036), linear in between and beyond."""

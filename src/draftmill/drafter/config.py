@@ -100,7 +100,8 @@ class DrafterSpec:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild from `to_dict` (or its JSON). A missing or unknown key is an error, never a default."""
         lists = {"taps", "layer_types", "layer_causal"}
-        return cls(**{key: tuple(value) if key in lists else value for key, value in values.items()})
+        fields: dict[str, Any] = {key: tuple(value) if key in lists else value for key, value in values.items()}
+        return cls(**fields)
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:

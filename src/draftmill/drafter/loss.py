@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (nll * weights).sum(), nll, rank
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_loss.to(gradient.dtype), None, None, None, None
 

@@ -17,7 +17,7 @@ def block_hidden(
     """Hidden states of all draft tokens: features [T, K·H], position_ids [T], embedding [V, H] → [N, B, H]."""
     context = drafter.context_keys_values(drafter.context(features), position_ids)
     embedded = embedding[blocks.tokens.flatten()]
-    hidden = drafter(embedded, blocks.position_ids.flatten(), context, attend)
+    hidden: Tensor = drafter(embedded, blocks.position_ids.flatten(), context, attend)
     return hidden.view(*blocks.tokens.shape, -1)
 
 

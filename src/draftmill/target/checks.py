@@ -14,7 +14,7 @@ def check_states(features: Tensor, batch: TokenBatch, taps: tuple[int, ...]) -> 
     features [T, K·H]. The message names the document (its number in the prepared set), the token and the layer.
     """
     end = batch.tokens
-    peaks = features[:end].unflatten(-1, (len(taps), -1)).abs().amax(-1)  # (tokens, K); NaN wins in amax
+    peaks = features[:end].view(end, len(taps), -1).abs().amax(-1)  # (tokens, K); NaN wins in amax
     bad = ~torch.isfinite(peaks) | (peaks == 0)
     if not bool(bad.any()):
         return

@@ -19,7 +19,7 @@ from draftmill.target import isolation
 from draftmill.target.checks import check_states
 from draftmill.target.config import TargetConfig
 
-Writer = Callable[[int, Tensor], None]
+Writer = Callable[[int, Tensor], object]
 
 
 def load_causal_lm(config: TargetConfig, *, device: str, attention: str = "sdpa") -> nn.Module:

@@ -1,4 +1,4 @@
-"""Hidden states kept in memory across epochs. A bin holds the same tokens in every epoch, so its states are the same."""
+"""Hidden states kept in memory across epochs: a bin holds the same tokens in every epoch, so its states stay right."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Hidden states in, gradients, updates and checkpoints out."""

@@ -1,0 +1,156 @@
+"""The training loop. It knows batches by index and nothing of where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftmill.drafter.metrics import Sums, summarise, zero_sums
+from draftmill.drafter.model import Drafter
+from draftmill.handoff.interface import BatchSource
+from draftmill.train.checkpoint import Checkpoint, load_optimizer, save_checkpoint
+from draftmill.train.config import TrainConfig
+from draftmill.train.optim import apply_update, learning_rate, make_optimizer
+from draftmill.train.step import StepSettings, micro_step
+
+MAX_SKIPS_IN_A_ROW = 10
+
+
+class DivergedError(RuntimeError):
+    """Ten updates in a row had a non-finite gradient."""
+
+
+@dataclass
+class Progress:
+    """Everything that moves, beside weights and optimizer. `step` counts finished optimizer steps, skipped ones too."""
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    context_tokens: int = 0
+    pending: Sums | None = None
+    pending_steps: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """Consumes batch s·A + a at optimizer step s, accumulation slot a.
+
+    on_log gets one dict per logging interval. should_stop is asked between batches; a stop throws the unfinished step
+    away, which changes nothing: it is computed again, from the same batches and anchors, by whoever goes on.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        source: BatchSource,
+        config: TrainConfig,
+        *,
+        settings: StepSettings,
+        total_steps: int,
+        embedding: Tensor,
+        head: Tensor,
+        folder: Path,
+        on_log: Callable[[dict[str, Any]], None],
+        should_stop: Callable[[], bool],
+        provenance: dict[str, Any],
+    ) -> None:
+        self.drafter, self.source, self.config = drafter, source, config
+        self.settings, self.total_steps = settings, total_steps
+        self.embedding, self.head = embedding.to(settings.dtype), head.to(settings.dtype)
+        self.folder, self.provenance = folder, provenance
+        self.on_log, self.should_stop = on_log, should_stop
+        self.parameters = list(drafter.parameters())
+        self.optimizer = make_optimizer(self.parameters, config)
+        self.progress = Progress(pending=self._no_sums())
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on behind a checkpoint. The drafter's weights must have been loaded from it already."""
+        load_optimizer(checkpoint, self.optimizer)
+        saved = checkpoint.state["progress"]
+        slots, totals = (
+            torch.tensor(saved.pop(key), dtype=torch.float64) for key in ("pending_slots", "pending_totals")
+        )
+        self.progress = Progress(**saved, pending=Sums(slots, totals))
+
+    def run(self) -> bool:
+        """Train to the end of the schedule. True when it was reached, False when asked to stop. Saves in both cases."""
+        saved_at = None
+        while self.progress.step < self.total_steps:
+            sums = self._accumulate()
+            if sums is None:
+                break
+            self._update(sums)
+            if self.progress.step % self.config.save_every == 0:
+                self.save()
+                saved_at = self.progress.step
+        if saved_at != self.progress.step:
+            self.save()
+        return self.progress.step >= self.total_steps
+
+    def save(self) -> Path:
+        p = self.progress
+        assert p.pending is not None
+        saved = {
+            "step": p.step,
+            "skipped": p.skipped,
+            "skipped_in_a_row": p.skipped_in_a_row,
+            "context_tokens": p.context_tokens,
+            "pending_steps": p.pending_steps,
+            "last": p.last,
+            "pending_slots": p.pending.slots.tolist(),
+            "pending_totals": p.pending.totals.tolist(),
+        }
+        state = {"progress": saved, "total_steps": self.total_steps, **self.provenance}
+        return save_checkpoint(self.folder, p.step, self.drafter, self.optimizer, state, keep=self.config.keep)
+
+    def _accumulate(self) -> Sums | None:
+        """Gradients and sums of one optimizer step, or None when asked to stop in the middle."""
+        sums, tokens = self._no_sums(), 0
+        for slot in range(self.config.accumulation):
+            if self.should_stop():
+                self.optimizer.zero_grad(set_to_none=True)
+                return None
+            index = self.progress.step * self.config.accumulation + slot
+            batch = self.source.take(index)
+            sums = sums + micro_step(
+                self.drafter, batch, embedding=self.embedding, head=self.head, settings=self.settings
+            )
+            tokens += batch.tokens.tokens
+            self.source.release(index)
+        self.progress.context_tokens += tokens
+        return sums
+
+    def _update(self, sums: Sums) -> None:
+        p, c = self.progress, self.config
+        lr = learning_rate(p.step, self.total_steps, c.lr, c.warmup_ratio)
+        norm, done = apply_update(self.parameters, self.optimizer, weight=sums.totals[1], lr=lr, clip=c.clip)
+        empty = float(sums.totals[1]) == 0
+        p.step += 1
+        p.skipped += not done and not empty
+        p.skipped_in_a_row = 0 if done or empty else p.skipped_in_a_row + 1
+        if done:
+            assert p.pending is not None
+            p.pending, p.pending_steps = p.pending + sums, p.pending_steps + 1
+        if p.step % c.log_every == 0 or p.step == self.total_steps:
+            self._log(lr, norm)
+        if p.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise DivergedError(
+                f"{MAX_SKIPS_IN_A_ROW} updates in a row had a non-finite gradient (up to step {p.step}); the weights "
+                "are those before them. Lower train.lr, or look for bad hidden states"
+            )
+
+    def _log(self, lr: float, norm: float) -> None:
+        p = self.progress
+        assert p.pending is not None
+        p.last = {"step": p.step, "lr": lr, "gradient_norm": norm, "skipped": p.skipped, **summarise(p.pending)}
+        self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
+        p.pending, p.pending_steps = self._no_sums(), 0
+
+    def _no_sums(self) -> Sums:
+        return zero_sums(self.drafter.spec.block_size, self.embedding.device)
