@@ -99,7 +99,7 @@ class BatchPlan:
         if not len(usable):
             raise UserError(
                 f"{prepared.folder}: no document has two trained tokens within {token_budget} tokens, so there is "
-                f"no batch to train. Raise `data.token_budget` (the longest document has {prepared.info.longest} tokens)."
+                f"no batch to train. Raise `data.token_budget` (longest document: {prepared.info.longest})."
             )
         lengths = prepared.lengths[usable]
         bins = pack(lengths, token_budget, seed)

@@ -1,0 +1,1 @@
+"""Speculative decoding with a trained drafter: acceptance, speed, and the proof that nothing is lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Progress:
 class Trainer:
     """Consumes batch s·A + a at optimizer step s, accumulation slot a.
 
-    on_log gets one dict per logging interval. should_stop is asked between batches; a stop throws the unfinished step
+    on_log gets one dict per logging interval, on_save the seconds a checkpoint took. should_stop is asked between batches; a stop throws the unfinished step
     away, which changes nothing: it is computed again, from the same batches and anchors, by whoever goes on.
     """
 
@@ -57,6 +58,7 @@ class Trainer:
         head: Tensor,
         folder: Path,
         on_log: Callable[[dict[str, Any]], None],
+        on_save: Callable[[float], None],
         should_stop: Callable[[], bool],
         provenance: dict[str, Any],
     ) -> None:
@@ -64,7 +66,7 @@ class Trainer:
         self.settings, self.total_steps = settings, total_steps
         self.embedding, self.head = embedding.to(settings.dtype), head.to(settings.dtype)
         self.folder, self.provenance = folder, provenance
-        self.on_log, self.should_stop = on_log, should_stop
+        self.on_log, self.on_save, self.should_stop = on_log, on_save, should_stop
         self.parameters = list(drafter.parameters())
         self.optimizer = make_optimizer(self.parameters, config)
         self.progress = Progress(pending=self._no_sums())
@@ -94,6 +96,7 @@ class Trainer:
         return self.progress.step >= self.total_steps
 
     def save(self) -> Path:
+        started = time.perf_counter()
         p = self.progress
         assert p.pending is not None
         saved = {
@@ -107,7 +110,9 @@ class Trainer:
             "pending_totals": p.pending.totals.tolist(),
         }
         state = {"progress": saved, "total_steps": self.total_steps, **self.provenance}
-        return save_checkpoint(self.folder, p.step, self.drafter, self.optimizer, state, keep=self.config.keep)
+        path = save_checkpoint(self.folder, p.step, self.drafter, self.optimizer, state, keep=self.config.keep)
+        self.on_save(time.perf_counter() - started)
+        return path
 
     def _accumulate(self) -> Sums | None:
         """Gradients and sums of one optimizer step, or None when asked to stop in the middle."""

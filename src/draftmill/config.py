@@ -1,0 +1,145 @@
+"""The configuration of a run: one YAML file, `key=value` overrides, nothing unknown accepted."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from draftmill.data.config import DataConfig
+from draftmill.drafter.config import DrafterConfig
+from draftmill.errors import UserError
+from draftmill.target.config import TargetConfig
+from draftmill.train.config import TrainConfig
+
+
+class RunConfig(BaseModel):
+    """Everything about a run. Paths are relative to the folder the command is given in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_dir: Path = Field(description="Folder of the run: config, metrics, checkpoints, status. One run per folder.")
+    seed: int = Field(0, ge=0, description="Seeds initial weights, packing, order and anchors. Same seed, same drafter.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where target and drafter take turns. auto: cuda where there is one."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads. Left out: one per core this process may use.")
+    decode_check_prompts: int = Field(
+        4,
+        ge=0,
+        description="At the end of a run this many prompts of the training set are decoded for real and compared, block "
+        "by block, with what training measures. 0 leaves the check out.",
+    )
+    data: DataConfig
+    target: TargetConfig
+    drafter: DrafterConfig = Field(default_factory=DrafterConfig)  # type: ignore[arg-type]
+    train: TrainConfig = Field(default_factory=TrainConfig)  # type: ignore[arg-type]
+
+    @property
+    def anchors(self) -> int:
+        """N: anchors per batch, 512 per 4096 tokens unless set."""
+        return self.train.anchors or max(1, self.data.token_budget // 8)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.anchors > self.data.token_budget:
+            raise ValueError(
+                f"train.anchors ({self.anchors}) is more than data.token_budget ({self.data.token_budget}); "
+                "a batch cannot have more anchors than tokens"
+            )
+        return self
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML itself lets the last of two equal keys win, silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise UserError(f"line {key_node.start_mark.line + 1}: {key} is given twice; keep one of them")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_run_config(path: Path, overrides: list[str]) -> RunConfig:
+    """Read YAML, apply `a.b=value` overrides (values are YAML), validate. Raises UserError naming file and key."""
+    values = read_yaml(path)
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {explain(error, RunConfig)}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(), _UniqueKeys)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give the path of a run config, for example configs/quickstart.yaml") from error
+    except UserError as error:
+        raise UserError(f"{path}, {error}") from error
+    except (yaml.YAMLError, IsADirectoryError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys and values, for example `run_dir: runs/mine`")
+    return values
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The resolved config, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise UserError(f"override {override!r} is not of the form key=value, for example train.lr=3e-4")
+    *parents, last = name.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise UserError(f"override {override!r}: {parent} is a single value, it has no keys below it")
+    values[last] = yaml.safe_load(text)
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """All faults of a validation in one line, each with its full key and, for an unknown key, the nearest known one."""
+    return "; ".join(_explain_one(item, model) for item in error.errors())
+
+
+def _explain_one(item: Any, model: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = known_keys(model)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or _same_leaf(key, known)
+        hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
+        return f"unknown key {key}{hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    given = "" if isinstance(item["input"], dict) else f" (got {item['input']!r})"
+    return f"{key + ': ' if key else ''}{message}{given}"
+
+
+def _same_leaf(key: str, known: list[str]) -> list[str]:
+    leaf = key.rsplit(".", 1)[-1]
+    leaves = {k.rsplit(".", 1)[-1]: k for k in known}
+    return [leaves[hit] for hit in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)]
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys of a config model."""
+    keys = []
+    for name, info in model.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += known_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
