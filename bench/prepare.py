@@ -29,18 +29,19 @@ from draftmill.data.rules import check_conversation
 from draftmill.data.tokenizer import ChatTokenizer
 from draftmill.data.write import PreparedWriter
 
-WORDS = (
+TEXT = (
     "the a number of apples is then we add and so find each day how many she has left total cost price "
     "because answer therefore multiply divide hours minutes Natalia 12 48 7 0.5 , . ? = ( ) function value list"
-).split()
+)
 
 
 def write_conversations(path: Path, count: int) -> None:
     """`count` conversations of one question (30 words) and one answer (70 words)."""
     draw = random.Random(0)
+    words_known = TEXT.split()
     with path.open("w") as file:
         for _ in range(count):
-            texts = [" ".join(draw.choices(WORDS, k=words)) for words in (30, 70)]
+            texts = [" ".join(draw.choices(words_known, k=words)) for words in (30, 70)]
             messages = [
                 {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
             ]

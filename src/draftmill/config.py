@@ -22,7 +22,9 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     run_dir: Path = Field(description="Folder of the run: config, metrics, checkpoints, status. One run per folder.")
-    seed: int = Field(0, ge=0, description="Seeds initial weights, packing, order and anchors. Same seed, same drafter.")
+    seed: int = Field(
+        0, ge=0, description="Seeds initial weights, packing, order and anchors. Same seed, same drafter."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where target and drafter take turns. auto: cuda where there is one."
     )
@@ -30,8 +32,8 @@ class RunConfig(BaseModel):
     decode_check_prompts: int = Field(
         4,
         ge=0,
-        description="At the end of a run this many prompts of the training set are decoded for real and compared, block "
-        "by block, with what training measures. 0 leaves the check out.",
+        description="At the end of a run this many prompts of the training set are decoded for real and compared, "
+        "block by block, with what training measures. 0 leaves the check out.",
     )
     data: DataConfig
     target: TargetConfig
@@ -59,7 +61,7 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise UserError(f"line {key_node.start_mark.line + 1}: {key} is given twice; keep one of them")
             seen.add(key)
@@ -81,7 +83,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(), _UniqueKeys)
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give the path of a run config, for example configs/quickstart.yaml") from error
+        raise UserError(
+            f"{path} does not exist; give the path of a run config, for example configs/quickstart.yaml"
+        ) from error
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
     except (yaml.YAMLError, IsADirectoryError) as error:

@@ -46,7 +46,9 @@ def oracle(monkeypatch: pytest.MonkeyPatch, answers: list[int], wrong_at: set[in
     monkeypatch.setattr(Proposer, "logits", logits)
 
 
-@pytest.mark.parametrize("target", [tiny.llama(1), tiny.sliding(1, window=8), tiny.hybrid(1)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "target", [tiny.llama(1), tiny.sliding(1, window=8), tiny.hybrid(1)], ids=lambda m: type(m).__name__
+)
 def test_lossless_with_a_random_drafter(target: Any) -> None:
     for ids in tiny.prompts(4, length=21):
         fast = decode(target, tiny.drafter(), ids, max_new_tokens=30)
@@ -213,6 +215,7 @@ def test_lossless_on_a_real_model(smollm2: Path) -> None:
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
         )
         ids = torch.tensor(ids)
-        assert decode(model, drafter, ids, max_new_tokens=24, stop_ids={2}).tokens == plain(
-            model, ids, max_new_tokens=24, stop_ids={2}
-        ).tokens
+        assert (
+            decode(model, drafter, ids, max_new_tokens=24, stop_ids={2}).tokens
+            == plain(model, ids, max_new_tokens=24, stop_ids={2}).tokens
+        )

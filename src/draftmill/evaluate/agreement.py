@@ -21,11 +21,10 @@ from draftmill.drafter.blocks import make_blocks
 from draftmill.drafter.model import Drafter
 from draftmill.drafter.objective import block_hidden
 from draftmill.evaluate.decode import Block, decode
-from draftmill.evaluate.target import Taps, shared_matrices
+from draftmill.evaluate.target import Taps, rounding, shared_matrices
 
-BLOCK_TOLERANCE = 0.05  # share of blocks whose accepted length may differ, for rounding
-PROPOSAL_TOLERANCE = 0.05  # share of proposals that may differ in float32
-COARSE_PROPOSAL_TOLERANCE = 0.25  # … in 16 bits, where far slots are nearly flat and ties are common
+BLOCK_TOLERANCE = 0.05  # share of blocks whose accepted length may differ
+PROPOSAL_TOLERANCE = 0.01  # share of proposals that may differ by more than rounding
 
 Features = Callable[[Tensor], Tensor]  # input_ids [n] int64 → features [n, K·H]
 
@@ -45,10 +44,10 @@ class Disagreement:
 class Agreement:
     """Both paths over the same blocks.
 
-    tau_*: mean over the blocks of accepted + 1. blocks_agree, proposals_agree: share of blocks with the same accepted
-    length, and of drafted tokens that are the same (which also tells while nothing is accepted yet). first: the first
-    block whose lengths differ. flagged: the paths differ by more than rounding, so what training reports is not what
-    serving gets.
+    tau_*: mean over the blocks of accepted + 1. blocks_agree: share of blocks with the same accepted length.
+    proposals_agree: share of drafted tokens that the training path drafts too, or holds for as good within rounding;
+    it also tells while nothing is accepted yet. first: the first block whose lengths differ. flagged: the paths differ
+    by more than rounding, so what training reports is not what serving gets.
     """
 
     blocks: int
@@ -79,6 +78,7 @@ def agreement(
     training's own capture also compares the taps. `drafter` lies on the model's device.
     """
     capture = features if features is not None else lambda ids: plain_features(model, ids, drafter.spec.taps)
+    _, head = shared_matrices(model)
     pairs: list[_Pair] = []
     for prompt, ids in enumerate(prompts_ids):
         decoded = decode(model, drafter, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
@@ -86,46 +86,52 @@ def agreement(
         if not blocks:
             continue
         whole = torch.cat((ids, ids.new_tensor(decoded.tokens)))
-        proposed = training_proposals(model, drafter, whole, capture(whole), [block.start for block in blocks]).tolist()
-        pairs += [_pair(prompt, k, block, proposed[k], whole.tolist()) for k, block in enumerate(blocks)]
-    return _summary(pairs, next(model.parameters()).dtype)
+        hidden = training_hidden(model, drafter, whole, capture(whole), [block.start for block in blocks])
+        pairs += [_pair(prompt, k, block, hidden[k], head, whole.tolist()) for k, block in enumerate(blocks)]
+    return _summary(pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One block on both paths. same: number of drafted tokens that are equal."""
+    """One block on both paths. beyond: number of drafted tokens that differ by more than rounding."""
 
     prompt: int
     number: int
     block: Block
     training: int
-    same: int
+    beyond: int
+
+    @property
+    def lengths_differ(self) -> bool:
+        return self.block.accepted != self.training
 
 
-def _pair(prompt: int, number: int, block: Block, proposed: list[int], answer: list[int]) -> _Pair:
-    """proposed: the training path's tokens for slots 1 … B−1; answer: prompt and answer, its labels."""
-    labels = answer[block.start + 1 : block.start + 1 + block.drafted]
-    hits = [token == label for token, label in zip(proposed, labels, strict=False)]
-    training = hits.index(False) if False in hits else len(hits)
-    same = sum(a == b for a, b in zip(proposed, block.proposals, strict=False))
-    return _Pair(prompt, number, block, training, same)
+def _pair(prompt: int, number: int, block: Block, hidden: Tensor, head: Tensor, answer: list[int]) -> _Pair:
+    """hidden [B, H] and head [V, H]: the training path; answer: prompt and answer, its labels."""
+    logits = (hidden[1 : block.drafted + 1] @ head.T).float()
+    best, choice = logits.max(dim=-1)
+    labels = logits.new_tensor(answer[block.start + 1 : block.start + 1 + block.drafted]).long()
+    right = choice[: len(labels)] == labels
+    decoded = logits.gather(-1, choice.new_tensor(block.proposals)[:, None]).squeeze(-1)
+    beyond = best - decoded > rounding(head.dtype) * logits.abs().amax(dim=-1)
+    return _Pair(prompt, number, block, int(right.long().cumprod(dim=0).sum()), int(beyond.sum()))
 
 
-def _summary(pairs: list[_Pair], dtype: torch.dtype) -> Agreement:
-    differing = [pair for pair in pairs if pair.block.accepted != pair.training]
+def _summary(pairs: list[_Pair]) -> Agreement:
     count, drafted = len(pairs), sum(pair.block.drafted for pair in pairs)
     if not count:
         raise ValueError("no block was drafted: answers end with their first token or are cut before their third")
-    same = sum(pair.same for pair in pairs) / drafted
-    tolerance = PROPOSAL_TOLERANCE if dtype == torch.float32 else COARSE_PROPOSAL_TOLERANCE
+    differing = [pair for pair in pairs if pair.lengths_differ]
+    beyond_blocks = sum(pair.beyond > 0 for pair in differing)
+    beyond = sum(pair.beyond for pair in pairs) / drafted
     return Agreement(
         blocks=count,
         tau_decoded=sum(pair.block.accepted + 1 for pair in pairs) / count,
         tau_training=sum(pair.training + 1 for pair in pairs) / count,
         blocks_agree=1 - len(differing) / count,
-        proposals_agree=same,
+        proposals_agree=1 - beyond,
         first=_disagreement(differing[0]) if differing else None,
-        flagged=len(differing) > max(1, BLOCK_TOLERANCE * count) or same < 1 - tolerance,
+        flagged=beyond_blocks > BLOCK_TOLERANCE * count or beyond > PROPOSAL_TOLERANCE,
     )
 
 
@@ -140,15 +146,15 @@ def plain_features(model: nn.Module, input_ids: Tensor, taps: tuple[int, ...]) -
         return hooks.take()
 
 
-def training_proposals(
+def training_hidden(
     model: nn.Module, drafter: Drafter, input_ids: Tensor, features: Tensor, starts: list[int]
 ) -> Tensor:
-    """Drafted tokens [N, B−1] of the blocks at `starts`, all in one pass, as in training.
+    """Hidden states [N, B, H] of the blocks at `starts`, all in one pass, as in training.
 
     input_ids [n], features [n, K·H].
     """
     spec = drafter.spec
-    embedding, head = shared_matrices(model)
+    embedding, _ = shared_matrices(model)
     places = torch.arange(len(input_ids), device=input_ids.device)
     documents = torch.zeros_like(places)
     anchors = torch.tensor(starts, device=input_ids.device)
@@ -163,5 +169,4 @@ def training_proposals(
         gamma=1.0,
     )
     attend = attention.dense(spec, blocks, documents, places)
-    hidden = block_hidden(drafter, features, places, blocks, embedding, attend)
-    return (hidden[:, 1:] @ head.T).argmax(dim=-1)
+    return block_hidden(drafter, features, places, blocks, embedding, attend)

@@ -17,6 +17,7 @@ from draftmill.evaluate.config import EvaluateConfig, resolve_dtype
 from draftmill.evaluate.decode import Decoded, decode
 from draftmill.evaluate.plain import Plain, plain
 from draftmill.evaluate.prompts import Prompt, read_prompts, render
+from draftmill.evaluate.target import rounding
 
 WARM_UP_TOKENS = 8
 OVERALL = "all"
@@ -105,7 +106,8 @@ def evaluate(
 
     model: Hugging Face causal language model on its device; it is cast to the configured dtype in place.
     template_kwargs: arguments of the chat template, e.g. enable_thinking; recorded_template_kwargs: those the drafter
-    was trained with, where known. Raises UserError when the two differ, for prompts that cannot be rendered, and for a foreign target.
+    was trained with, where known. Raises UserError when the two differ, for prompts that cannot be rendered, and for a
+    foreign target.
     """
     check_template_kwargs(template_kwargs, recorded_template_kwargs)
     prompts = read_prompts(config.prompts, config.limit)
@@ -176,12 +178,6 @@ def _mismatch(model: nn.Module, row: int, input_ids: Tensor, fast: Decoded, slow
     expected = slow.tokens[position] if position < len(slow.tokens) else None
     tie = gap <= rounding(raw.dtype) * float(logits.abs().max())
     return Mismatch(row, position, token, expected, float(best[0] - best[1]), gap, tie)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Share of the largest logit by which two forward passes of different width may differ: a few units in the last
-    place of the logits in half precision, accumulated rounding of the layers in float32."""
-    return max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
 def _result(answers: list[_Answer], dtype: str, block_size: int, config: EvaluateConfig) -> Result:

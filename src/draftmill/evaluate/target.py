@@ -28,6 +28,12 @@ def shared_matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
     return embedding.weight.detach(), head.weight.detach()
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """Share of the largest logit by which two forward passes of different width may differ: a few units in the last
+    place of the logits in half precision, accumulated rounding of the layers in float32."""
+    return max(4 * torch.finfo(dtype).eps, 1e-4)
+
+
 class Taps:
     """While entered, collects what the tapped decoder layers of `model` put out. `take` gives the last forward's."""
 

@@ -16,8 +16,8 @@ tags: [speculative-decoding, dflash, draftmill]
 # DFlash drafter{for_target}
 
 A block-diffusion drafter for speculative decoding (DFlash, [arXiv 2602.06036](https://arxiv.org/abs/2602.06036)),
-trained with draftmill. It proposes up to {drafted} tokens per forward pass of its target; the target's output stays its own. It
-is not a language model by itself: embedding and output head are the target's and are not in this folder.
+trained with draftmill. It proposes up to {drafted} tokens per forward pass of its target; the target's output stays
+its own. It is not a language model by itself: embedding and output head are the target's and are not in this folder.
 
 | | |
 |---|---|

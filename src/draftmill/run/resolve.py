@@ -1,9 +1,11 @@
-"""From what the user said, the target's config and the prepared set to a complete drafter, before a weight is loaded."""
+"""From the user's wishes, the target's config and the prepared set to a complete drafter, before a weight is loaded."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from draftmill.data.prepared import PreparedSet
+from draftmill.data.tokenizer import tokenizer_fingerprint
 from draftmill.drafter.blocks import default_gamma
 from draftmill.drafter.config import DrafterConfig, DrafterSpec, default_taps, layer_kinds
 from draftmill.errors import UserError
@@ -22,7 +24,9 @@ def resolve_spec(config: DrafterConfig, shape: TargetShape, mask_token_id: int) 
     heads = config.num_attention_heads or shape.num_attention_heads
     kv_heads = config.num_key_value_heads or shape.num_key_value_heads
     if heads % kv_heads:
-        raise UserError(f"drafter: {heads} query heads cannot share {kv_heads} key/value heads; make them divide evenly")
+        raise UserError(
+            f"drafter: {heads} query heads cannot share {kv_heads} key/value heads; make them divide evenly"
+        )
     head_dim = config.head_dim or shape.head_dim
     if head_dim % 2:
         raise UserError(f"drafter.head_dim: {head_dim} is odd; the rotary embedding needs pairs")
@@ -49,6 +53,16 @@ def resolve_spec(config: DrafterConfig, shape: TargetShape, mask_token_id: int) 
     )
 
 
+def check_tokenizer(prepared: PreparedSet, tokenizer: Any, model: str) -> None:
+    """The data must have been prepared with this target's tokenizer and template; other ids mean other words."""
+    if tokenizer_fingerprint(tokenizer) != prepared.info.tokenizer_fingerprint:
+        raise UserError(
+            f"{prepared.folder} was prepared with the tokenizer of {prepared.info.model}, which differs from that of "
+            f"target.model {model}; the drafter would learn other prompts than it is served. Prepare the data again "
+            f"with --model {model}"
+        )
+
+
 def resolve_gamma(gamma: float | None, block_size: int) -> float:
     return default_gamma(block_size) if gamma is None else gamma
 
@@ -70,7 +84,10 @@ def resolve_mask_token(wanted: int | None, tokenizer: Any, vocab_size: int, coun
     if wanted is None:
         used = max(tokenizer.get_vocab().values()) + 1
         if used < vocab_size and counts.occurs(used) == 0:
-            return used, f"unused row of the target's embedding (the tokenizer has {used} entries, the embedding {vocab_size} rows)"
+            return (
+                used,
+                f"unused embedding row: the tokenizer has {used} entries, the embedding {vocab_size} rows",
+            )
         raise UserError(
             "drafter.mask_token_id: the target's embedding has no unused row, so a token must be named that no text "
             f"produces. {_candidates(tokenizer, vocab_size, counts)}"
@@ -88,7 +105,9 @@ def _refuse_real_token(wanted: int, tokenizer: Any, vocab_size: int, counts: Tok
     elif role is not None:
         problem = f"is the tokenizer's {role} token, which real text holds"
     elif counts.occurs(wanted):
-        problem = f"occurs {counts.occurs(wanted)} times in the prepared data, so the drafter would mistake text for a gap"
+        problem = (
+            f"occurs {counts.occurs(wanted)} times in the prepared data, so the drafter would mistake text for a gap"
+        )
     if problem:
         raise UserError(f"drafter.mask_token_id: {wanted} {problem}. {_candidates(tokenizer, vocab_size, counts)}")
 

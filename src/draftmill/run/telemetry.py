@@ -48,9 +48,7 @@ class Telemetry:
 
         self._status, self._meter = status, meter
         self._metrics = folder.metrics.open("a")
-        self._board = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(folder.tensorboard), purge_step=start_step + 1 if start_step else None
-        )
+        self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1 if start_step else None)
         self._console = Console(stderr=True)
         self._bar = _Bar(self._console, meter.total_steps, start_step) if sys.stderr.isatty() else None
 
@@ -61,7 +59,7 @@ class Telemetry:
         self._metrics.flush()
         for name in ("loss", "accuracy", "tau_teacher_forced", "lr", "gradient_norm", "tokens_per_second"):
             if row[name] is not None:
-                self._board.add_scalar(name, row[name], values["step"])  # type: ignore[no-untyped-call]
+                self._board.add_scalar(name, row[name], values["step"])
         self._status.update(
             step=values["step"],
             loss=values["loss"],
@@ -80,7 +78,7 @@ class Telemetry:
         if self._bar:
             self._bar.close()
         self._metrics.close()
-        self._board.close()  # type: ignore[no-untyped-call]
+        self._board.close()
 
     def _show(self, values: dict[str, Any], rate: float | None, left: float | None) -> None:
         text = (

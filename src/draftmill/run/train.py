@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from draftmill.config import RunConfig, dump_yaml
 from draftmill.data.plan import BatchPlan
 from draftmill.data.prepared import PreparedSet
+from draftmill.data.tokenizer import load_tokenizer
 from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.errors import UserError
@@ -21,9 +21,9 @@ from draftmill.handoff.memory import MemoryHandoff
 from draftmill.run.files import RunFolder, write_atomically
 from draftmill.run.inline import InlineSource
 from draftmill.run.provenance import provenance
-from draftmill.run.resolve import resolve_gamma, resolve_mask_token, resolve_spec
+from draftmill.run.resolve import check_tokenizer, resolve_gamma, resolve_mask_token, resolve_spec
 from draftmill.run.resume import changes, check_resumable
-from draftmill.run.status import StatusWriter, duration
+from draftmill.run.status import StatusWriter
 from draftmill.run.stop import StopRequest
 from draftmill.run.telemetry import Meter, Telemetry
 from draftmill.target.model import Target
@@ -76,9 +76,8 @@ def _train(config: RunConfig, folder: RunFolder, status: StatusWriter, checkpoin
     stop = StopRequest(None if config.train.max_minutes is None else 60 * config.train.max_minutes)
     with stop.on_signals():
         finished = _loop(config, folder, status, built, target, drafter, checkpoint, stop)
-    del target
     if finished or stop.exit_code == 0:
-        _decode_check(config, status, built, drafter)
+        _decode_check(config, status, built, drafter, target)
     return _conclude(config, folder, status, stop, finished)
 
 
@@ -139,13 +138,11 @@ def _loop(
 
 def build(config: RunConfig) -> Built:
     """Open the data, read the target's config and tokenizer, settle the drafter. Loads no weights."""
-    from transformers import AutoTokenizer
-
-    device = _device(config.device)
+    device = choose_device(config.device)
     prepared = PreparedSet.open(config.data.prepared)
     shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
-    tokenizer = AutoTokenizer.from_pretrained(config.target.model, trust_remote_code=config.target.trust_remote_code)
-    prepared.check_tokenizer(tokenizer)
+    tokenizer = load_tokenizer(config.target.model)
+    check_tokenizer(prepared, tokenizer, config.target.model)
     mask_token_id, origin = resolve_mask_token(config.drafter.mask_token_id, tokenizer, shape.vocab_size, prepared)
     say(f"mask token: {mask_token_id} ({origin})")
     spec = resolve_spec(config.drafter, shape, mask_token_id)
@@ -226,11 +223,12 @@ def _announce(config: RunConfig, built: Built) -> None:
     slot = config.data.token_budget * len(spec.taps) * spec.hidden_size * getattr(torch, config.target.dtype).itemsize
     print(dump_yaml(config), end="")
     say(
-        f"drafter: {spec.layers} layers, block {spec.block_size}, taps {list(spec.taps)}, {parameters / 1e6:.1f} M parameters\n"
-        f"data: {len(built.prepared.lengths):,} documents in {plan.batches_per_epoch:,} batches of "
-        f"{config.data.token_budget:,} tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut\n"
-        f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors on {built.device}; "
-        f"hidden states: 1 slot × {slot / 1e6:.1f} MB"
+        f"drafter: {spec.layers} layers, block {spec.block_size}, taps {list(spec.taps)}, "
+        f"{parameters / 1e6:.1f} M parameters\n"
+        f"data: {len(built.prepared):,} documents in {plan.batches_per_epoch:,} batches of "
+        f"{config.data.token_budget:,} tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut, {plan.left_out_documents:,} left out\n"
+        f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors on "
+        f"{built.device}; hidden states: 1 slot × {slot / 1e6:.1f} MB"
     )
 
 
@@ -239,16 +237,16 @@ def _empty(spec: DrafterSpec) -> Drafter:
         return Drafter(spec)
 
 
-def _decode_check(config: RunConfig, status: StatusWriter, built: Built, drafter: Drafter) -> None:
+def _decode_check(config: RunConfig, status: StatusWriter, built: Built, drafter: Drafter, target: Target) -> None:
     """A short real decode: does decoding accept what training promises?"""
     if config.decode_check_prompts == 0:
         return
-    from draftmill.run.decode_check import decode_check
+    from draftmill.run.decode_check import decode_check, describe
 
     status.phase("checking")
-    result = decode_check(config, built.prepared, drafter, built.device, built.tokenizer)
-    status.update(decode_check=result.to_dict())
-    say(result.describe())
+    result = decode_check(target, drafter, built.prepared, built.tokenizer, config.decode_check_prompts)
+    status.update(decode_check=None if result is None else result.to_dict())
+    say(describe(result))
 
 
 def _conclude(config: RunConfig, folder: RunFolder, status: StatusWriter, stop: StopRequest, finished: bool) -> int:
@@ -264,11 +262,13 @@ def _conclude(config: RunConfig, folder: RunFolder, status: StatusWriter, stop: 
         f"go on: draftmill train {folder.config} --resume"
     )
     if stop.exit_code == 0:
-        say("warning: the schedule was cut, so the learning rate never reached its end; expect a slightly worse drafter")
+        say(
+            "warning: the schedule was cut, so the learning rate never reached its end; expect a slightly worse drafter"
+        )
     return stop.exit_code
 
 
-def _device(wanted: str) -> str:
+def choose_device(wanted: str) -> str:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError("device: cuda, but torch sees no CUDA device; use device=cpu or install a CUDA build of torch")

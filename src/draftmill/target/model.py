@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def load_causal_lm(config: TargetConfig, *, device: str, attention: str = "sdpa"
 
 
 class Target:
-    """The text backbone up to the last tap. The head is kept as a matrix but never run here.
+    """The text backbone, run up to the last tap; the head is never run for hidden states.
 
     embedding, head: [V, H] in the target's dtype (one matrix where the target ties them). isolation: "packed" or
     "rows". fingerprint: of the weights, dtype included.
@@ -47,14 +48,17 @@ class Target:
         self.taps = taps
         self.device = device
         self.isolation = "packed" if config.isolation != "rows" else "rows"
-        model = self._load(config, device)
-        self.fingerprint = fingerprint(model)
-        self.embedding, self.head = shared_matrices(model)
+        self._model = self._load(config, device)
+        self.fingerprint = fingerprint(self._model)
+        self.embedding, self.head = shared_matrices(self._model)
         self.hidden_size = int(self.embedding.shape[1])
-        self._backbone = truncate(model, taps)
+        self._backbone: Any = self._model.get_decoder()  # type: ignore[operator]
+        self._layers, self._norm = self._backbone.layers, self._backbone.norm
+        self._check_taps()
         self._write: Writer | None = None
         for number, layer in enumerate(taps):
-            self._backbone.layers[layer].register_forward_hook(self._tap(number))
+            self._layers[layer].register_forward_hook(self._tap(number))
+        self._shorten()
         if config.isolation != "rows":
             self._settle_isolation(config.isolation)
 
@@ -74,6 +78,36 @@ class Target:
         """
         self._run(batch.input_ids, batch.spans(), features)
         check_states(features, batch, self.taps)
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The complete causal language model, head included, for decoding. `features` works in here too."""
+        attention = self._backbone.config._attn_implementation
+        self._backbone.layers, self._backbone.norm = self._layers, self._norm
+        self._backbone.config.num_hidden_layers = len(self._layers)
+        self._model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        try:
+            yield self._model
+        finally:
+            self._model.set_attn_implementation(attention)  # type: ignore[operator]
+            self._shorten()
+
+    @torch.no_grad()
+    def features(self, input_ids: Tensor) -> Tensor:
+        """[n, K·H] of one document, input_ids [n]: the very path that training takes."""
+        features = torch.empty(len(input_ids), self.features_width, dtype=self.dtype, device=self.device)
+        self._run(input_ids, [(0, len(input_ids))], features)
+        return features
+
+    def _check_taps(self) -> None:
+        if self.taps[-1] >= len(self._layers) or self.taps[0] < 0:
+            raise UserError(f"drafter.taps: {list(self.taps)}, but the target's layers are 0 … {len(self._layers) - 1}")
+
+    def _shorten(self) -> None:
+        """Leave out what lies behind the last tap: nothing there is needed for hidden states."""
+        self._backbone.layers = self._layers[: self.taps[-1] + 1]
+        self._backbone.config.num_hidden_layers = self.taps[-1] + 1
+        self._backbone.norm = nn.Identity()
 
     def _load(self, config: TargetConfig, device: str) -> nn.Module:
         if self.isolation == "rows":
@@ -95,7 +129,7 @@ class Target:
                     "state from token to token); the drafter would learn from states it never meets. Use auto or rows"
                 )
             self.isolation = "rows"
-            self._backbone.config._attn_implementation = "sdpa"
+            self._model.set_attn_implementation("sdpa")  # type: ignore[operator]
 
     @torch.no_grad()
     def _leaks(self) -> bool:
@@ -149,8 +183,8 @@ class Target:
 
     def _tap(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            assert self._write is not None
-            self._write(number, output[0] if isinstance(output, tuple) else output)
+            if self._write is not None:  # None: the model is being used as a whole
+                self._write(number, output[0] if isinstance(output, tuple) else output)
 
         return hook
 
@@ -164,18 +198,6 @@ def shared_matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
     if getattr(head, "bias", None) is not None:
         raise UserError("the target's lm_head has a bias, which no serving engine applies to a drafter; not supported")
     return embedding.weight.detach(), head.weight.detach()
-
-
-def truncate(model: nn.Module, taps: tuple[int, ...]) -> Any:
-    """The text backbone without what lies behind the last tap: nothing there is needed, in time or memory."""
-    backbone: Any = model.get_decoder()  # type: ignore[operator]
-    layers = len(backbone.layers)
-    if taps[-1] >= layers or taps[0] < 0:
-        raise UserError(f"drafter.taps: {list(taps)} but the target has layers 0 … {layers - 1}")
-    backbone.layers = backbone.layers[: taps[-1] + 1]
-    backbone.config.num_hidden_layers = taps[-1] + 1
-    backbone.norm = nn.Identity()
-    return backbone
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -42,8 +42,9 @@ class Progress:
 class Trainer:
     """Consumes batch s·A + a at optimizer step s, accumulation slot a.
 
-    on_log gets one dict per logging interval, on_save the seconds a checkpoint took. should_stop is asked between batches; a stop throws the unfinished step
-    away, which changes nothing: it is computed again, from the same batches and anchors, by whoever goes on.
+    on_log gets one dict per logging interval, on_save the seconds a checkpoint took. should_stop is asked between
+    batches; a stop throws the unfinished step away, which changes nothing: it is computed again, from the same batches
+    and anchors, by whoever goes on.
     """
 
     def __init__(
