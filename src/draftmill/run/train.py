@@ -226,7 +226,8 @@ def _announce(config: RunConfig, built: Built) -> None:
         f"drafter: {spec.layers} layers, block {spec.block_size}, taps {list(spec.taps)}, "
         f"{parameters / 1e6:.1f} M parameters\n"
         f"data: {len(built.prepared):,} documents in {plan.batches_per_epoch:,} batches of "
-        f"{config.data.token_budget:,} tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut, {plan.left_out_documents:,} left out\n"
+        f"{config.data.token_budget:,} tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut, "
+        f"{plan.left_out_documents:,} left out\n"
         f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors on "
         f"{built.device}; hidden states: 1 slot × {slot / 1e6:.1f} MB"
     )
