@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftmill.drafter import attention
 from draftmill.drafter.model import Drafter
-from draftmill.evaluate.agreement import agreement, plain_features
+from draftmill.evaluate.agreement import NothingDrafted, agreement, plain_features
 from draftmill.evaluate.draft import Proposer
 
 NEW = 40
@@ -94,7 +94,7 @@ def test_an_untrained_drafter_is_compared_by_its_proposals(target: Any, inputs: 
 
 
 def test_nothing_drafted_is_an_error(target: Any) -> None:
-    with pytest.raises(ValueError, match="no block was drafted"):
+    with pytest.raises(NothingDrafted):
         agreement(target, tiny.drafter(), tiny.prompts(1), 1)
 
 

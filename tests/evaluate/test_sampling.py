@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import tiny
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
     return float(((observed - wanted)[kept] ** 2 / wanted[kept]).sum()) / max(int(kept.sum()) - 1, 1)
 
 
+@pytest.mark.slow
 def test_accept_and_resample_is_exact() -> None:
     """100,000 trials of two drafted tokens: the tokens that come out follow p, whatever q is."""
     generator = torch.Generator().manual_seed(0)

@@ -29,6 +29,10 @@ PROPOSAL_TOLERANCE = 0.01  # share of proposals that may differ by more than rou
 Features = Callable[[Tensor], Tensor]  # input_ids [n] int64 → features [n, K·H]
 
 
+class NothingDrafted(ValueError):  # noqa: N818
+    """The answers are too short for a single drafted token, so there is nothing to compare."""
+
+
 @dataclass(frozen=True, slots=True)
 class Disagreement:
     """prompt: 0-based. block: 0-based in its answer. start: position of its bonus token."""
@@ -75,7 +79,8 @@ def agreement(
     """Decode prompts [n] int64 each greedily, then draft the same blocks through the training path.
 
     features: how training gets its hidden states; left out, from one plain forward pass of `model`. Passing the
-    training's own capture also compares the taps. `drafter` lies on the model's device.
+    training's own capture also compares the taps. `drafter` lies on the model's device, in its dtype. Raises
+    NothingDrafted when no answer is long enough.
     """
     capture = features if features is not None else lambda ids: plain_features(model, ids, drafter.spec.taps)
     _, head = shared_matrices(model)
@@ -110,7 +115,7 @@ def _pair(prompt: int, number: int, block: Block, hidden: Tensor, head: Tensor, 
     """hidden [B, H] and head [V, H]: the training path; answer: prompt and answer, its labels."""
     logits = (hidden[1 : block.drafted + 1] @ head.T).float()
     best, choice = logits.max(dim=-1)
-    labels = logits.new_tensor(answer[block.start + 1 : block.start + 1 + block.drafted]).long()
+    labels = choice.new_tensor(answer[block.start + 1 : block.start + 1 + block.drafted])
     right = choice[: len(labels)] == labels
     decoded = logits.gather(-1, choice.new_tensor(block.proposals)[:, None]).squeeze(-1)
     beyond = best - decoded > rounding(head.dtype) * logits.abs().amax(dim=-1)
@@ -120,7 +125,7 @@ def _pair(prompt: int, number: int, block: Block, hidden: Tensor, head: Tensor, 
 def _summary(pairs: list[_Pair]) -> Agreement:
     count, drafted = len(pairs), sum(pair.block.drafted for pair in pairs)
     if not count:
-        raise ValueError("no block was drafted: answers end with their first token or are cut before their third")
+        raise NothingDrafted("no block was drafted: answers end with their first token or are cut before their third")
     differing = [pair for pair in pairs if pair.lengths_differ]
     beyond_blocks = sum(pair.beyond > 0 for pair in differing)
     beyond = sum(pair.beyond for pair in pairs) / drafted

@@ -28,7 +28,7 @@ its own. It is not a language model by itself: embedding and output head are the
 | precision | {dtype} |
 
 ## Use
-With z-lab's client (`pip install dflash`):
+With z-lab's client (`pip install "dflash[local]"`):
 
 ```python
 import torch
