@@ -23,7 +23,7 @@ from draftmill.drafter.model import Drafter, initialise
 from draftmill.drafter.objective import block_loss
 from draftmill.evaluate.agreement import plain_features
 from draftmill.evaluate.plain import plain
-from draftmill.evaluate.target import shared_matrices
+from draftmill.target.model import shared_matrices
 
 VOCAB, HIDDEN, LAYERS, MASK = 97, 32, 4, 96
 SIZES: dict[str, Any] = {

@@ -95,7 +95,7 @@ def learnt_by_heart(target: nn.Module, ids: torch.Tensor, mixed: bool) -> Drafte
     from draftmill.drafter.objective import block_loss
     from draftmill.evaluate.agreement import plain_features
     from draftmill.evaluate.plain import plain
-    from draftmill.evaluate.target import shared_matrices
+    from draftmill.target.model import shared_matrices
 
     drafter = make(
         hidden_size=576, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32, block_size=8,

@@ -21,7 +21,8 @@ from draftmill.drafter.blocks import make_blocks
 from draftmill.drafter.model import Drafter
 from draftmill.drafter.objective import block_hidden
 from draftmill.evaluate.decode import Block, decode
-from draftmill.evaluate.target import Taps, rounding, shared_matrices
+from draftmill.evaluate.target import Taps, rounding
+from draftmill.target.model import shared_matrices
 
 BLOCK_TOLERANCE = 0.05  # share of blocks whose accepted length may differ
 PROPOSAL_TOLERANCE = 0.01  # share of proposals that may differ by more than rounding

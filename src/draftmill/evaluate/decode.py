@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from draftmill.drafter.model import Drafter
 from draftmill.evaluate.draft import Proposer
 from draftmill.evaluate.sampling import draw, probabilities, verify_greedy, verify_sampled
-from draftmill.evaluate.target import CachedTarget, shared_matrices
+from draftmill.evaluate.target import CachedTarget
+from draftmill.target.model import shared_matrices
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,6 @@ from transformers.cache_utils import DynamicLayer
 from draftmill.errors import UserError
 
 
-def shared_matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """(embedding [V, H], head [V, H]): the target's raw matrices, as the drafter uses them; no scale, no soft cap."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    if getattr(head, "bias", None) is not None:
-        raise UserError(
-            "the target's lm_head has a bias, which drafters are trained and served without; nothing was decoded. "
-            "Use a target whose head has none"
-        )
-    return embedding.weight.detach(), head.weight.detach()
-
-
 def rounding(dtype: torch.dtype) -> float:
     """Share of the largest logit by which two forward passes of different width may differ: a few units in the last
     place of the logits in half precision, accumulated rounding of the layers in float32."""

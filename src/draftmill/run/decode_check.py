@@ -11,9 +11,9 @@ from torch import Tensor
 
 from draftmill.data.prepared import PreparedSet
 from draftmill.drafter.model import Drafter
-from draftmill.evaluate.agreement import Agreement, agreement
+from draftmill.evaluate.agreement import Agreement, NothingDrafted, agreement
 from draftmill.evaluate.measure import stop_ids
-from draftmill.target.model import Target
+from draftmill.target.capture import Target
 
 NEW_TOKENS = 48
 LONGEST_PROMPT = 1024
@@ -34,7 +34,7 @@ def decode_check(
                 stop_ids=stop_ids(model, tokenizer),
                 features=target.features,
             )
-        except ValueError:  # every answer ends at once
+        except NothingDrafted:  # every answer ends at once
             return None
 
 

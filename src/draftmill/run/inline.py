@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftmill.data.plan import BatchPlan
 from draftmill.handoff.memory import MemoryHandoff
 from draftmill.records import HiddenBatch
-from draftmill.target.model import Target
+from draftmill.target.capture import Target
 from draftmill.target.reuse import ReusedStates
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from rich.console import Console
@@ -15,14 +16,17 @@ from draftmill.run.status import StatusWriter, duration
 
 
 class Meter:
-    """Tokens per second and time left, from this session's steady steps only.
+    """Tokens per second and time left, from this session's recent steps only.
 
-    The first interval holds warm-up and is left out; so is time spent saving (`pause`).
+    The first interval holds warm-up and is left out; so is time spent saving (`pause`). A window of intervals, not all
+    of them, because a run may get faster or slower: with reused states the first epoch is the slow one.
     """
 
-    def __init__(self, step: int, tokens: int, total_steps: int) -> None:
+    WINDOW = 8
+
+    def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
-        self._mark: tuple[float, int, int] | None = None
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=self.WINDOW + 1)
         self._paused = 0.0
 
     def pause(self, seconds: float) -> None:
@@ -30,14 +34,12 @@ class Meter:
 
     def read(self, step: int, tokens: int) -> tuple[float | None, float | None]:
         """(context tokens per second, seconds left) after a log line; None, None while there is nothing to go by."""
-        now = time.perf_counter() - self._paused
-        if self._mark is None:
-            self._mark = (now, step, tokens)
-            return None, None
-        seconds, steps = now - self._mark[0], step - self._mark[1]
+        self._marks.append((time.perf_counter() - self._paused, step, tokens))
+        (first, first_step, first_tokens), (last, _, _) = self._marks[0], self._marks[-1]
+        seconds, steps = last - first, step - first_step
         if seconds <= 0 or steps <= 0:
             return None, None
-        return (tokens - self._mark[2]) / seconds, (self.total_steps - step) * seconds / steps
+        return (tokens - first_tokens) / seconds, (self.total_steps - step) * seconds / steps
 
 
 class Telemetry:

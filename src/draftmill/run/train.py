@@ -26,7 +26,7 @@ from draftmill.run.resume import changes, check_resumable
 from draftmill.run.status import StatusWriter
 from draftmill.run.stop import StopRequest
 from draftmill.run.telemetry import Meter, Telemetry
-from draftmill.target.model import Target
+from draftmill.target.capture import Target
 from draftmill.target.reuse import ReusedStates
 from draftmill.target.shape import load_config, read_shape
 from draftmill.train.checkpoint import Checkpoint, find_latest, load_drafter
@@ -108,8 +108,8 @@ def _loop(
         seed=config.seed,
         dtype=getattr(torch, config.train.dtype),
     )
-    step, tokens = _counters(checkpoint)
-    telemetry = Telemetry(folder, status, Meter(step, tokens, built.total_steps), step)
+    step = 0 if checkpoint is None else checkpoint.step
+    telemetry = Telemetry(folder, status, Meter(built.total_steps), step)
     trainer = Trainer(
         drafter,
         source,
@@ -208,13 +208,6 @@ def _drafter(built: Built, seed: int, checkpoint: Checkpoint | None) -> Drafter:
     drafter = Drafter(built.spec)
     initialise(drafter, seed)
     return drafter.to(built.device)
-
-
-def _counters(checkpoint: Checkpoint | None) -> tuple[int, int]:
-    if checkpoint is None:
-        return 0, 0
-    progress = checkpoint.state["progress"]
-    return int(progress["step"]), int(progress["context_tokens"])
 
 
 def _announce(config: RunConfig, built: Built) -> None:
