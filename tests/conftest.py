@@ -1,4 +1,4 @@
-"""Fixtures for all tests. CPU threads are few, so that processes of one test run don't fight over the cores."""
+"""Fixtures for all tests. `make test` runs two processes of one thread each, so that they don't fight over cores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,9 +30,11 @@ def smollm2() -> Path:
     if given := os.environ.get("DRAFTMILL_TEST_TARGET"):
         return Path(given)
     folder = ROOT / "models" / "smollm2-135m"
-    if not (folder / "config.json").exists():
-        script = ROOT / "examples" / "quickstart" / "fetch_target.py"
-        subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # several test processes may ask at once
+        if not (folder / "config.json").exists():
+            script = ROOT / "examples" / "quickstart" / "fetch_target.py"
+            subprocess.run([sys.executable, str(script), str(folder)], check=True)
     return folder
 
 

@@ -101,6 +101,8 @@ class _Answerer:
         turns = [_questions(conversation) for conversation in batch]
         for turn in range(max(len(t) for t in turns)):
             asked = [i for i, t in enumerate(turns) if turn < len(t) and finished[i]]
+            if not asked:  # a cut answer ends its conversation: nobody would go on from half a sentence
+                break
             for i in asked:
                 histories[i] += turns[i][turn]
             answers = self._ask([(batch[i], histories[i]) for i in asked], batch[0].row, turn)

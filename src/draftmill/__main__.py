@@ -1,0 +1,5 @@
+"""`python -m draftmill`: the same as the `draftmill` command."""
+
+from draftmill.cli import main
+
+main()
