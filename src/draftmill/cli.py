@@ -79,7 +79,7 @@ def prepare(
 
 @app.command()
 def regenerate(
-    inputs: Inputs,
+    inputs: Annotated[list[Path], typer.Argument(help="Conversations or prompts, in the formats of prepare.")],
     model: Model,
     output: Annotated[Path, typer.Option(help="JSON Lines file to write; an interrupted job goes on where it was.")],
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer; a cut one is marked unfinished.")] = 512,
@@ -197,6 +197,8 @@ def export(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"--dtype {dtype}: choose bfloat16, float16 or float32")
+    if output is None and not (run / "status.json").exists():
+        raise UserError(f"{run} is not a run folder, so there is no place for the export by default; give --output")
     folder = output or run / "export"
     path, drafter = export_run(run, folder, dtype=dtype, overwrite=overwrite)
     print(f"wrote {path} ({len(drafter.state_dict())} tensors, {dtype})")
@@ -300,6 +302,6 @@ def _template(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def _device(name: str) -> str:
-    from draftmill.run.train import choose_device
+    from draftmill.run.build import choose_device
 
     return choose_device(name)

@@ -137,7 +137,7 @@ def test_worker_that_is_killed_is_a_user_error(
 
     config = settings([write_rows([chat(1)])], make_target())
     monkeypatch.setattr(module, "_start_worker", end_process)
-    with pytest.raises(UserError, match="Use fewer `workers`"):
+    with pytest.raises(UserError, match="Use fewer --workers"):
         list(module._make_chunks_in_workers(config, iter([[]]), 2))
 
 

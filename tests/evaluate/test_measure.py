@@ -55,18 +55,18 @@ def test_prompt_is_everything_before_the_last_answer(prompts: Path) -> None:
     assert chat.messages == [USER, ANSWER, USER]
     assert maths.messages == [{"role": "user", "content": "Sum?"}]
     assert short.messages == [{"role": "user", "content": "Go"}]
-    assert [p.source for p in (chat, maths, short)] == ["chat", "maths", "maths"]
+    assert [p.slice_name for p in (chat, maths, short)] == ["chat", "maths", "maths"]
     assert len(read_prompts(prompts, 2)) == 2
 
 
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ("[1]", "not a JSON object"),
-        ("{", "not JSON"),
-        ("{}", "neither `messages`"),
-        ('{"messages": [{"content": "x"}]}', "without a role"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "nothing before the answer"),
+        ("[1]", "not_an_object"),
+        ("{", "not_json"),
+        ("{}", "no_messages"),
+        ('{"messages": [{"content": "x"}]}', "no_role"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no_user"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: str, what: str) -> None:

@@ -98,7 +98,7 @@ def _write_set(
 def _nothing_kept(config: PrepareConfig, writer: PreparedWriter) -> UserError:
     files = ", ".join(str(path) for path in config.inputs)
     if writer.rows == 0:
-        return UserError(f"{files}: no rows at all, so no set was written. Correct `inputs`.")
+        return UserError(f"{files}: no rows at all, so no set was written. Give a file that has some.")
     reasons = "; ".join(
         f"{count} × {reason} (first in {writer.examples[reason].source} row {writer.examples[reason].row}: "
         f"{writer.examples[reason].detail})"
@@ -152,7 +152,7 @@ def _make_chunks_in_workers(config: PrepareConfig, batches: Iterator[list[Row]],
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "A tokenising process was killed, most likely for lack of memory; nothing was written. Use fewer `workers`."
+            "A tokenising process was killed, most likely for lack of memory; nothing was written. Use fewer --workers."
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

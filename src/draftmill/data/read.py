@@ -64,7 +64,7 @@ def check_inputs(paths: Iterable[Path]) -> None:
     """Raises UserError for a file that is missing or of an unknown kind, before any work is done."""
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path} is not a file; nothing was prepared. Correct the path in `inputs`.")
+            raise UserError(f"{path} is not a file; nothing was prepared. Correct the path.")
         if ending_of(path.name) is None:
             raise UserError(
                 f"{path} has an unknown ending; nothing was prepared. Known are {', '.join(ENDINGS)}: "

@@ -6,7 +6,7 @@ Every function raises RowError with its own reason; docs/data.md lists them all.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -77,6 +77,22 @@ def check_conversation(content: dict[str, Any], source: str, row: int) -> Checke
     # Where turns follow, the last answer of the row was not the one that was cut.
     finished = content.get("finished") is not False or removed > 0
     return CheckedConversation(conversation, removed, finished)
+
+
+def check_question(content: dict[str, Any], source: str, row: int) -> Conversation:
+    """The row's conversation, which may end with a question that nobody has answered yet.
+
+    By the rules of `check_conversation`; `prompt`, a string, stands for a single user turn.
+    """
+    if isinstance(content.get("prompt"), str) and not {"messages", "conversations"} & content.keys():
+        content = {**content, "messages": [{"role": "user", "content": content["prompt"]}]}
+    turns = _message_list(content)
+    last = turns[-1]
+    if not isinstance(last, dict) or ROLES.get(str(last.get("role", last.get("from"))).lower()) == "assistant":
+        return check_conversation(content, source, row).conversation
+    answered = {**content, "messages": [*turns, {"role": "assistant", "content": "?"}]}
+    conversation = check_conversation(answered, source, row).conversation
+    return replace(conversation, messages=conversation.messages[:-1])
 
 
 def check_tokens(content: dict[str, Any], vocab_size: int) -> TokenRow:

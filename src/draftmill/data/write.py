@@ -154,7 +154,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(
-            f"The disk of {output} is full; nothing was written. Free space or give another `output`."
+            f"The disk of {output} is full; nothing was written. Free space or give another --output."
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -172,13 +172,13 @@ def _take_place(folder: Path, output: Path) -> None:
 def check_output(output: Path, overwrite: bool) -> None:
     """Raises UserError when writing to `output` would destroy something."""
     if output.is_file():
-        raise UserError(f"{output} is a file, so no set can be written there. Give a folder as `output`.")
+        raise UserError(f"{output} is a file, so no set can be written there. Give a folder as --output.")
     if not output.is_dir() or not any(output.iterdir()):
         return
     if not (output / INFO_FILE).exists():
-        raise UserError(f"{output} holds other files and no prepared set, so it is left alone. Give another `output`.")
+        raise UserError(f"{output} holds other files and no prepared set, so it is left alone. Give another --output.")
     if not overwrite:
         raise UserError(
             f"{output} holds another prepared set (other inputs, tokenizer or settings), so it is left alone. "
-            "Give another `output`, or overwrite it on purpose."
+            "Give another --output, or ------overwrite it on purpose."
         )

@@ -5,7 +5,7 @@ inference it does not exist yet. Blocks never see each other. In a sliding layer
 W − 1 positions behind p + k (and, where the layer is not causal, at most W − 1 ahead).
 
 Two implementations of the seam `model.Attend`: `dense` is the plain reference, one mask over everything; `by_document`
-does the same work document by document, which on a CPU costs a fraction where documents are short.
+does the same work document by document, at a fraction of the time and memory where documents are short.
 
 Legend: T context tokens, N anchors, B block size, M = N·B draft tokens.
 """

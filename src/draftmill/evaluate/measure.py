@@ -16,8 +16,9 @@ from draftmill.evaluate.acceptance import Acceptance, acceptance
 from draftmill.evaluate.config import EvaluateConfig, resolve_dtype
 from draftmill.evaluate.decode import Decoded, decode
 from draftmill.evaluate.plain import Plain, plain
-from draftmill.evaluate.prompts import Prompt, read_prompts, render
+from draftmill.evaluate.prompts import read_prompts, render
 from draftmill.evaluate.target import rounding
+from draftmill.records import Conversation
 
 WARM_UP_TOKENS = 8
 OVERALL = "all"
@@ -38,7 +39,7 @@ class Mismatch:
     token: int | None
     expected: int | None
     top2_gap: float
-    gap: float
+    gap: float | None
     tie: bool
 
 
@@ -86,7 +87,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    prompt: Prompt
+    prompt: Conversation
     speculative: Decoded
     plain: Plain
     mismatch: Mismatch | None
@@ -152,7 +153,7 @@ def _warm_up(model: nn.Module, drafter: Drafter, input_ids: Tensor, temperature:
 def _answer(
     model: nn.Module,
     drafter: Drafter,
-    prompt: Prompt,
+    prompt: Conversation,
     input_ids: Tensor,
     config: EvaluateConfig,
     stops: frozenset[int],
@@ -174,17 +175,17 @@ def _mismatch(model: nn.Module, row: int, input_ids: Tensor, fast: Decoded, slow
     logits = raw.float()
     best = logits.topk(2).values
     token = fast.tokens[position] if position < len(fast.tokens) else None
-    gap = float(best[0] - logits[token]) if token is not None else float("inf")
+    gap = None if token is None else float(best[0] - logits[token])
     expected = slow.tokens[position] if position < len(slow.tokens) else None
-    tie = gap <= rounding(raw.dtype) * float(logits.abs().max())
+    tie = gap is not None and gap <= rounding(raw.dtype) * float(logits.abs().max())
     return Mismatch(row, position, token, expected, float(best[0] - best[1]), gap, tie)
 
 
 def _result(answers: list[_Answer], dtype: str, block_size: int, config: EvaluateConfig) -> Result:
-    names = list(dict.fromkeys(answer.prompt.source for answer in answers))
+    names = list(dict.fromkeys(answer.prompt.slice_name for answer in answers))
     greedy = config.temperature == 0
     slices = [_slice(OVERALL, answers, block_size, greedy)]
-    slices += [_slice(name, [a for a in answers if a.prompt.source == name], block_size, greedy) for name in names]
+    slices += [_slice(name, [a for a in answers if a.prompt.slice_name == name], block_size, greedy) for name in names]
     return Result(dtype, config.temperature, config.max_new_tokens, block_size, tuple(slices))
 
 

@@ -1,78 +1,44 @@
-"""Prompts from a JSON Lines file, rendered as the target is served."""
+"""Prompts from a file of conversations, rendered as the target is served."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftmill.data.read import Row, RowError, RowReader, parse
+from draftmill.data.rules import check_question
 from draftmill.errors import UserError
-
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """messages end with the turn to be answered. row: 1-based line. source: name of its slice."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    source: str
-    row: int
+from draftmill.records import Conversation
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON Lines file, in order. Raises UserError naming file and line."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file; nothing was evaluated. Correct evaluate.prompts")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
-    if not numbered:
+def read_prompts(path: Path, limit: int | None = None) -> list[Conversation]:
+    """The first `limit` prompts of a file that `prepare` reads too, each up to its last question.
+
+    A row that is no prompt is an error here: an evaluation that leaves rows out answers another question. Raises
+    UserError naming file, line and reason.
+    """
+    prompts = [_prompt(row, path) for row in islice(RowReader([path]), limit)]
+    if not prompts:
         raise UserError(f"{path} holds no rows; nothing was evaluated. Give a file with one prompt per line")
-    return [_prompt(line, path, number) for number, line in numbered]
+    return prompts
 
 
-def _prompt(line: str, path: Path, number: int) -> Prompt:
+def _prompt(row: Row, path: Path) -> Conversation:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise _bad(path, number, f"is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise _bad(path, number, "is not a JSON object")
-    if isinstance(row.get("prompt"), str):
-        messages = [{"role": "user", "content": row["prompt"]}]
-    else:
-        turns = row.get("messages", row.get("conversations"))
-        messages = until_answer(_messages(turns, path, number))
-    if not messages:
-        raise _bad(path, number, "has nothing before the answer")
-    source = row.get("source")
-    return Prompt(messages, row.get("tools"), source if isinstance(source, str) else path.stem, number)
+        conversation = check_question(parse(row), row.source, row.row)
+    except RowError as error:
+        raise _bad(path, row.row, f"{error.reason}: {error.detail}") from None
+    return replace(conversation, messages=until_answer(conversation.messages))
 
 
 def until_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Everything up to, not including, the last assistant turn; all of it where the last turn is not answered."""
-    if messages[-1]["role"] != "assistant":
-        return messages
-    return messages[:-1]
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def _messages(turns: Any, path: Path, number: int) -> list[dict[str, Any]]:
-    if not isinstance(turns, list) or not turns:
-        raise _bad(path, number, "has neither `messages` nor `conversations` nor a `prompt` string")
-    messages = []
-    for turn in turns:
-        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        if not isinstance(role, str):
-            raise _bad(path, number, "has a turn without a role")
-        rest = {key: value for key, value in turn.items() if key not in ("role", "from", "value")}
-        content = {"content": turn["value"]} if "value" in turn else {}
-        messages.append({"role": ROLES.get(role, role), **content, **rest})
-    return messages
-
-
-def render(prompt: Prompt, tokenizer: Any, template_kwargs: dict[str, Any], path: Path) -> list[int]:
+def render(prompt: Conversation, tokenizer: Any, template_kwargs: dict[str, Any], path: Path) -> list[int]:
     """Token ids of the prompt up to where the answer begins."""
     from jinja2 import TemplateError
 

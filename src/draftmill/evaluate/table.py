@@ -47,4 +47,5 @@ def _print_mismatches(part: Slice, console: Console) -> None:
             else "too far for rounding: decoding is not lossless here, please report it"
         )
         where = f"line {m.row}, token {m.position}: {m.token} where the target alone gives {m.expected}"
-        console.print(f"{where}; {m.gap:.3g} below its best logit ({what})", highlight=False)
+        below = "unknown" if m.gap is None else f"{m.gap:.3g}"
+        console.print(f"{where}; {below} below its best logit ({what})", highlight=False)

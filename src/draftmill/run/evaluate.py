@@ -58,7 +58,7 @@ def evaluate_run(
     folder = RunFolder(path)
     if not folder.status.exists():
         return Evaluated(result, None, None)
-    values = {"step": checkpoint.step, "prompts": str(config.prompts), **result.to_dict()}
+    values = {"step": checkpoint.step, "prompts_file": str(config.prompts), **result.to_dict()}
     write_atomically(folder.evaluation, json.dumps(values, indent=1))
     report_png(folder.read_metrics(), values, folder.report)
     return Evaluated(result, folder.evaluation, folder.report)
@@ -70,6 +70,8 @@ def export_run(path: Path, output: Path, *, dtype: str, overwrite: bool) -> tupl
     drafter = load_drafter(checkpoint)
     keys = ("target", "target_fingerprint", "template_kwargs", "data_fingerprint", "step")
     extra = {key: checkpoint.state[key] for key in keys}
+    if Path(extra["target"]).is_dir():  # a checkpoint that is published should not tell where files lie at home
+        extra["target"] = Path(extra["target"]).name
     return export_zlab(drafter, output, dtype=getattr(torch, dtype), extra=extra, overwrite=overwrite), drafter
 
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftmill.data.read import RowError, RowReader, parse
-from draftmill.data.rules import check_conversation
+from draftmill.data.rules import check_question
 from draftmill.data.tokenizer import ChatTokenizer
 from draftmill.errors import UserError
 from draftmill.evaluate.measure import stop_ids
@@ -140,22 +140,10 @@ def _read(config: RegenerateConfig) -> tuple[list[Conversation], list[dict[str, 
 
 
 def _conversation(content: dict[str, Any], source: str, row: int) -> Conversation:
-    """The row by the rules of prepare, except that the last question need not be answered yet."""
-    name = "messages" if content.get("messages") is not None else "conversations"
-    turns = content.get(name)
-    if isinstance(content.get("prompt"), str) and turns is None:
-        name, turns = "messages", [{"role": "user", "content": content["prompt"]}]
-    if isinstance(turns, list):
-        content = {**content, name: [*turns, {"role": "assistant", "content": "?"}] if _is_open(turns) else turns}
-    conversation = check_conversation(content, source, row).conversation
+    conversation = check_question(content, source, row)
     if any(message["role"] == "tool" for message in conversation.messages):
         raise RowError("has_tool_turns", "a tool's reply does not fit a call that the target words anew")
     return conversation
-
-
-def _is_open(turns: list[Any]) -> bool:
-    last = turns[-1] if turns else None
-    return isinstance(last, dict) and str(last.get("role", last.get("from"))).lower() in ("user", "human")
 
 
 def _questions(conversation: Conversation) -> list[list[dict[str, Any]]]:

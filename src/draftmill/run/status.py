@@ -22,7 +22,7 @@ class StatusWriter:
         self._values: dict[str, Any] = {"pid": os.getpid(), "started": time.time(), "total_steps": total_steps}
 
     def phase(self, name: str, **details: Any) -> None:
-        """Enter a phase: loading, training, saving, checking, finished, stopped, failed."""
+        """Enter a phase: loading, training, checking, finished, stopped, failed."""
         self.update(phase=name, since=time.time(), **details)
 
     def update(self, **values: Any) -> None:
@@ -40,8 +40,8 @@ def read_status(root: Path) -> dict[str, Any]:
         status["state"] = status["phase"]
     else:
         status["state"] = "running" if folder.is_locked() else "died"
-    checkpoints = sorted(p.name for p in folder.checkpoints.glob("step-*")) if folder.checkpoints.is_dir() else []
-    status["last_checkpoint"] = str(folder.checkpoints / checkpoints[-1]) if checkpoints else None
+    checkpoints = sorted(str(manifest.parent) for manifest in folder.checkpoints.glob("step-*/manifest.json"))
+    status["last_checkpoint"] = checkpoints[-1] if checkpoints else None
     return status
 
 
@@ -62,6 +62,9 @@ def describe(status: dict[str, Any], now: float) -> list[tuple[str, str]]:
         rows.append(("time left", "estimating" if eta is None else duration(eta)))
     if status.get("skipped"):
         rows.append(("skipped updates", f"{status['skipped']} (non-finite gradients)"))
+    if check := status.get("decode_check"):
+        verdict = "WARNING: training and decoding disagree" if check["flagged"] else "training and decoding agree"
+        rows.append(("decode check", f"τ {check['tau_decoded']:.2f}; {verdict}"))
     if status.get("reason"):
         rows.append(("reason", status["reason"]))
     rows.append(("last checkpoint", status["last_checkpoint"] or "none yet"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftmill.drafter.anchors import draw_anchors, valid_anchors
-from draftmill.drafter.attention import by_document, dense, trim_padding
+from draftmill.drafter.attention import by_document, trim_padding
 from draftmill.drafter.blocks import Blocks, make_blocks
 from draftmill.drafter.metrics import Sums, zero_sums
 from draftmill.drafter.model import Drafter
@@ -50,16 +50,13 @@ def micro_step(
 
     A batch without a valid anchor adds nothing and is no error.
     """
-    blocks = batch_blocks(batch, drafter, settings)
-    on_cpu = batch.features.device.type == "cpu"
-    if on_cpu:
-        blocks = trim_padding(blocks)
+    blocks = trim_padding(batch_blocks(batch, drafter, settings))
     if not bool((blocks.weights > 0).any()):
         return zero_sums(drafter.spec.block_size)
     blocks = blocks.to(batch.features.device)
     document_ids = batch.tokens.document_ids.to(batch.features.device)
     position_ids = batch.tokens.position_ids.to(batch.features.device)
-    attend = (by_document if on_cpu else dense)(drafter.spec, blocks, document_ids, position_ids)
+    attend = by_document(drafter.spec, blocks, document_ids, position_ids)
     loss, sums = block_loss(
         drafter,
         batch.features.to(settings.dtype),
@@ -68,7 +65,7 @@ def micro_step(
         embedding=embedding,
         head=head,
         attend=attend,
-        chunk_rows=256 if on_cpu else 2048,
+        chunk_rows=256 if batch.features.device.type == "cpu" else 2048,
     )
     loss.backward()  # type: ignore[no-untyped-call]
     return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -154,7 +155,13 @@ class Trainer:
     def _log(self, lr: float, norm: float) -> None:
         p = self.progress
         assert p.pending is not None
-        p.last = {"step": p.step, "lr": lr, "gradient_norm": norm, "skipped": p.skipped, **summarise(p.pending)}
+        p.last = {
+            "step": p.step,
+            "lr": lr,
+            "gradient_norm": norm if math.isfinite(norm) else None,
+            "skipped": p.skipped,
+            **summarise(p.pending),
+        }
         self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
         p.pending, p.pending_steps = self._no_sums(), 0
 

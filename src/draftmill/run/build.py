@@ -1,0 +1,96 @@
+"""What a run consists of, settled from config, data and the target's config before a weight is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftmill.config import RunConfig, dump_yaml
+from draftmill.data.plan import BatchPlan
+from draftmill.data.prepared import PreparedSet
+from draftmill.data.tokenizer import load_tokenizer
+from draftmill.drafter.config import DrafterSpec
+from draftmill.drafter.model import Drafter
+from draftmill.errors import UserError
+from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
+from draftmill.target.shape import load_config, read_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """mask_origin: where the mask token comes from. total_steps: optimizer steps of the whole schedule."""
+
+    prepared: PreparedSet
+    plan: BatchPlan
+    tokenizer: Any
+    spec: DrafterSpec
+    mask_origin: str
+    device: str
+    total_steps: int
+
+
+def build(config: RunConfig) -> Built:
+    """Open the data, read the target's config and tokenizer, settle the drafter; UserError for what cannot be."""
+    device = choose_device(config.device)
+    prepared = PreparedSet.open(config.data.prepared)
+    shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
+    tokenizer = load_tokenizer(config.target.model)
+    check_tokenizer(prepared, tokenizer, config.target.model)
+    mask_token_id, origin = resolve_mask_token(config.drafter.mask_token_id, tokenizer, shape.vocab_size, prepared)
+    spec = resolve_spec(config.drafter, shape, mask_token_id)
+    plan = BatchPlan(prepared, config.data.token_budget, config.seed)
+    steps = max(1, config.train.epochs * plan.batches_per_epoch // config.train.accumulation)
+    total = min(steps, config.train.max_steps or steps)
+    return Built(prepared, plan, tokenizer, spec, origin, device, total)
+
+
+def identity(config: RunConfig, built: Built) -> dict[str, Any]:
+    """What makes it this run and no other, beside the spec and the target's weights; stored in every checkpoint."""
+    return {
+        "target_dtype": config.target.dtype,
+        "data_fingerprint": built.prepared.info.fingerprint,
+        "template_kwargs": built.prepared.info.template_kwargs,
+        "seed": config.seed,
+        "token_budget": config.data.token_budget,
+        "anchors": config.anchors,
+        "accumulation": config.train.accumulation,
+    }
+
+
+def announce(config: RunConfig, built: Built) -> None:
+    """The resolved config on stdout, what follows from it on stderr."""
+    spec, plan = built.spec, built.plan
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Drafter(spec).parameters())
+    slot = config.data.token_budget * len(spec.taps) * spec.hidden_size * getattr(torch, config.target.dtype).itemsize
+    print(dump_yaml(config), end="", flush=True)
+    say(f"mask token: {spec.mask_token_id} ({built.mask_origin})")
+    say(
+        f"drafter: {spec.layers} layers, block {spec.block_size}, taps {list(spec.taps)}, "
+        f"{parameters / 1e6:.1f} M parameters"
+    )
+    say(
+        f"data: {len(built.prepared):,} documents in {plan.batches_per_epoch:,} batches of {plan.token_budget:,} "
+        f"tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut, {plan.left_out_documents:,} left out"
+    )
+    say(
+        f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors on "
+        f"{built.device}; hidden states: 1 slot × {slot / 1e6:.1f} MB"
+    )
+
+
+def choose_device(wanted: str) -> str:
+    available = torch.cuda.is_available()
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device: {wanted!r} is none of auto, cpu, cuda")
+    if wanted == "cuda" and not available:
+        raise UserError("device: cuda, but torch sees no CUDA device; use device=cpu or install a CUDA build of torch")
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def say(text: str) -> None:
+    """One plain line on stderr: what is going on now."""
+    print(text, file=sys.stderr, flush=True)
