@@ -86,7 +86,7 @@ def _slots(axes: Axes, overall: dict[str, Any] | None) -> None:
     numbers = range(1, len(given) + 1)
     axes.bar(numbers, [value or 0.0 for value in given], color="#c5d8ec", label="if all before it were")
     axes.bar(numbers, [value or 0.0 for value in all_of], color=BLUE, width=0.5, label="of all blocks")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.15)  # room for the legend
     axes.set_xticks(list(numbers))
     axes.legend(frameon=False, fontsize=8, loc="upper right")
 

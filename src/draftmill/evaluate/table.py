@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -12,9 +13,9 @@ def print_table(result: Result, console: Console) -> None:
     """One row per slice, the acceptance per slot overall, and every answer that differs from the target's own."""
     sampling = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     title = f"{sampling}, {result.dtype}, at most {result.max_new_tokens} new tokens, blocks of {result.block_size}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("slice")
-    for heading in ("prompts", "tokens", "τ", "tok/s", "target alone", "speed-up", "identical"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)  # fits 80 columns
+    table.add_column("slice", no_wrap=True)
+    for heading in ("prompts", "tokens", "τ", "tok/s", "alone", "speed-up", "identical"):
         table.add_column(heading, justify="right")
     parts = result.slices if len(result.slices) > 2 else result.slices[:1]
     for part in parts:
