@@ -95,25 +95,25 @@ def test_case_13_packed_equals_separate_in_the_real_target_in_float32(smollm2: P
     assert gap(captured(target, batch_of(texts)), separate) < 1e-4
 
 
-@pytest.mark.xfail(strict=True, reason="packed attention drops the learnt sinks of GPT-OSS and says nothing")
-def test_case_13_packed_attention_never_leaves_out_a_part_of_the_targets_own(folders: dict[str, Path]) -> None:
-    """Learnt sinks: whichever isolation is taken, the states must be those of the model's own attention."""
-    target = load(folders["sinks"], (1, 3))
-    texts, separate = batch_and_reference(folders["sinks"], 0, "float32", (1, 3))
-    assert gap(captured(target, batch_of(texts)), separate) < ROUNDING["float32"]
-
-
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="targets without SDPA end in transformers' ValueError")
-@pytest.mark.parametrize(("name", "isolation"), [("softcap", "auto"), ("softcap", "rows"), ("sinks", "rows")])
-def test_case_13_a_target_without_sdpa_runs_or_is_refused_in_our_words(
+@pytest.mark.parametrize("isolation", ["auto", "rows"])
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_case_13_packed_attention_never_leaves_out_a_part_of_the_targets_own(
     folders: dict[str, Path], name: str, isolation: str
 ) -> None:
-    try:
-        target = load(folders[name], (1, 3), isolation=isolation)
-    except UserError:
-        return
+    """Learnt sinks (GPT-OSS) and soft-capped scores (Gemma 2): the states are those of the model's own attention."""
+    target = load(folders[name], (1, 3), isolation=isolation)
     texts, separate = batch_and_reference(folders[name], 0, "float32", (1, 3))
     assert gap(captured(target, batch_of(texts)), separate) < ROUNDING["float32"]
+    with target.whole() as model, torch.no_grad():
+        inside = model(texts[1][None].long(), use_cache=False).logits
+        wanted = plain_model(folders[name])(texts[1][None].long(), use_cache=False).logits
+    assert torch.equal(inside, wanted)
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_case_13_packed_is_refused_where_it_would_be_another_attention(folders: dict[str, Path], name: str) -> None:
+    with pytest.raises(UserError, match=r"target\.isolation: packed, .* Use auto or rows"):
+        load(folders[name], (1, 3), isolation="packed")
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), budget=st.integers(1, 100))

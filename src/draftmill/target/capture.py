@@ -33,13 +33,14 @@ class Target:
         isolation.register()
         self.taps = taps
         self.device = device
-        self.isolation = "packed" if config.isolation != "rows" else "rows"
-        self._model = self._load(config, device)
+        self.isolation = "rows"
+        self._model = load_causal_lm(config, device=device)
         self.fingerprint = fingerprint(self._model)
         self.embedding, self.head = shared_matrices(self._model)
         self.hidden_size = int(self.embedding.shape[1])
         self._backbone: Any = self._model.get_decoder()  # type: ignore[operator]
         self._layers, self._norm = self._backbone.layers, self._backbone.norm
+        self._own_attention: str = self._backbone.config._attn_implementation
         self._check_taps()
         self._write: Callable[[int, Tensor], None] | None = None
         for tap, layer in enumerate(taps):
@@ -47,7 +48,7 @@ class Target:
         self._norm.register_forward_hook(self._hook(FINAL))
         self._shorten()
         if config.isolation != "rows":
-            self._settle_isolation(config.isolation)
+            self._try_packed(required=config.isolation == "packed")
 
     @property
     def features_width(self) -> int:
@@ -87,13 +88,13 @@ class Target:
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """The complete causal language model, head included, for decoding. `features` works in here too."""
-        attention = self._backbone.config._attn_implementation
-        self._model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        before = self.isolation
+        self._set_isolation("rows")
         try:
             with self._full_depth():
                 yield self._model
         finally:
-            self._model.set_attn_implementation(attention)  # type: ignore[operator]
+            self._set_isolation(before)
 
     @contextmanager
     def _full_depth(self) -> Iterator[None]:
@@ -114,41 +115,37 @@ class Target:
         if self.taps[-1] >= len(self._layers) or self.taps[0] < 0:
             raise UserError(f"drafter.taps: {list(self.taps)}, but the target's layers are 0 … {len(self._layers) - 1}")
 
-    def _load(self, config: TargetConfig, device: str) -> nn.Module:
-        if self.isolation == "rows":
-            return load_causal_lm(config, device=device)
-        try:
-            return load_causal_lm(config, device=device, attention=isolation.NAME)
-        except ValueError:  # the architecture takes no attention but its own
-            if config.isolation == "packed":
-                raise
-            self.isolation = "rows"
-            return load_causal_lm(config, device=device)
-
-    def _settle_isolation(self, wanted: str) -> None:
-        """Packed is used only where two documents in one row give what each gives alone."""
-        if self.isolation == "packed" and self._leaks():
-            if wanted == "packed":
-                raise UserError(
-                    "target.isolation: packed, but packed documents of this architecture see each other (it carries "
-                    "state from token to token); the drafter would learn from states it never meets. Use auto or rows"
-                )
-            self.isolation = "rows"
-            self._model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    def _set_isolation(self, isolation_: str) -> None:
+        attention = isolation.NAME if isolation_ == "packed" else self._own_attention
+        self._model.set_attn_implementation(attention)  # type: ignore[operator]
+        self.isolation = isolation_
 
     @torch.no_grad()
-    def _leaks(self) -> bool:
+    def _try_packed(self, *, required: bool) -> None:
+        """Packed is used only where two documents in one row give what each gives alone by the model's own attention.
+
+        That finds what leaks (recurrent states, convolutions) and what this attention would leave out (learnt sinks,
+        soft caps), whatever the architecture is called.
+        """
         ids = torch.arange(24, dtype=torch.int32) * 7919 % int(self.embedding.shape[0])
         spans = [(0, 10), (10, 24)]
-        together = torch.empty(24, self.features_width, dtype=self.dtype, device=self.device)
-        try:
-            self._run(ids, spans, self._columns(together))
-        except (TypeError, ValueError):  # the architecture asks its attention for what this one cannot do
-            return True
         alone = torch.cat([self.features(ids[start:end]) for start, end in spans])
-        scale = alone.float().abs().amax(0).clamp_min(1e-6)
-        rounding = 16 * torch.finfo(self.dtype).eps
-        return bool(((together.float() - alone.float()).abs() / scale).amax() > rounding)
+        together = torch.empty_like(alone)
+        try:
+            self._set_isolation("packed")
+            self._run(ids, spans, self._columns(together))
+            same = _equal_to_rounding(together, alone)
+        except (TypeError, ValueError):  # the architecture takes no attention but its own
+            same = False
+        if same:
+            return
+        self._set_isolation("rows")
+        if required:
+            raise UserError(
+                "target.isolation: packed, but in this architecture packed documents do not give the states that each "
+                "gives alone (it carries state from token to token, or its attention has parts of its own); the "
+                "drafter would learn from states it never meets. Use auto or rows"
+            )
 
     def _columns(self, features: Tensor) -> dict[int, Tensor]:
         """Destination [T, H] of each tap: views of features [T, K·H], so nothing is concatenated."""
@@ -198,3 +195,9 @@ class Target:
                 self._write(tap, output[0] if isinstance(output, tuple) else output)
 
         return hook
+
+
+def _equal_to_rounding(one: Tensor, two: Tensor) -> bool:
+    """Whether two [n, W] agree within 16 units in the last place of each column's largest value."""
+    scale = two.float().abs().amax(0).clamp_min(1e-6)
+    return bool(((one.float() - two.float()).abs() / scale).amax() <= 16 * torch.finfo(one.dtype).eps)

@@ -18,7 +18,9 @@ def check_states(features: Tensor, batch: TokenBatch, taps: tuple[int, ...]) -> 
     bad = ~torch.isfinite(peaks) | (peaks == 0)
     if not bool(bad.any()):
         return
-    token, tap = (int(x) for x in bad.nonzero()[0])
+    # The lowest layer first: what is broken there spreads to every later one, also to tokens that were sound.
+    tap = int(bad.any(0).nonzero()[0])
+    token = int(bad[:, tap].nonzero()[0])
     document = int(batch.document_ids[token])
     what = "zero in every component" if float(peaks[token, tap]) == 0 else "not finite (NaN or infinite)"
     raise ArithmeticError(

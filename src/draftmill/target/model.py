@@ -14,8 +14,8 @@ from draftmill.errors import UserError
 from draftmill.target.config import TargetConfig
 
 
-def load_causal_lm(config: TargetConfig, *, device: str, attention: str = "sdpa") -> nn.Module:
-    """The whole model, head included, in evaluation mode without gradients."""
+def load_causal_lm(config: TargetConfig, *, device: str) -> nn.Module:
+    """The whole model, head included, in evaluation mode without gradients, with the attention it prefers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -24,7 +24,6 @@ def load_causal_lm(config: TargetConfig, *, device: str, attention: str = "sdpa"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         config.model,
         dtype=getattr(torch, config.dtype),
-        attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
     return model.to(device).eval().requires_grad_(False)

@@ -25,6 +25,7 @@ from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
 
 FORMAT = 1
+FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
 _PREFIX = "step-"
 
 
@@ -44,9 +45,23 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int
 ) -> Path:
-    """Write step-XXXXXXXX atomically and remove all but the newest `keep`. Raises OSError when the disk is full."""
+    """Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
+
+    Kept are the newest `keep` up to this step. Newer folders are damaged ones that the run went on before; they and
+    what a killed save left behind are removed. A step that is saved already is not written again.
+    """
     final = folder / f"{_PREFIX}{step:08d}"
-    temporary = folder / f".{final.name}.partial"
+    if _read(final)[0] is None:
+        _write(final, step, drafter, optimizer, state)
+    older = [path for path in _folders(folder) if path.name <= final.name]
+    newer = [path for path in _folders(folder) if path.name > final.name]
+    for path in [*older[keep:], *newer, *folder.glob(f".{_PREFIX}*.partial")]:
+        shutil.rmtree(path)
+    return final
+
+
+def _write(final: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    temporary = final.with_name(f".{final.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -54,21 +69,17 @@ def save_checkpoint(
         save_file(optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
         full = {"format": FORMAT, "step": step, "spec": drafter.spec.to_dict(), **state}
         (temporary / "state.json").write_text(json.dumps(full, indent=1, sort_keys=True))
-        names = ("drafter.safetensors", "optimizer.safetensors", "state.json")
-        manifest = {name: _digest(temporary / name) for name in names}
+        manifest = {name: _digest(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for name in (*names, "manifest.json"):
+        for name in (*FILES, "manifest.json"):
             _flush(temporary / name)
         _flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
         temporary.rename(final)
-        _flush(folder)
+        _flush(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in _folders(folder)[keep:]:
-        shutil.rmtree(old)
-    return final
 
 
 def find_latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -111,7 +122,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> 
     tensors = load_file(checkpoint.path / "optimizer.safetensors")
     for number, parameter in enumerate(_parameters(optimizer)):
         prefix = f"{number}."
-        saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        saved = {
+            key.removeprefix(prefix): value.to(parameter.device)
+            for key, value in tensors.items()
+            if key.startswith(prefix)
+        }
         if saved:
             optimizer.state[parameter] = saved
 
@@ -132,8 +147,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _read(path: Path) -> tuple[Checkpoint | None, str]:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        for name, digest in manifest.items():
-            if _digest(path / name) != digest:
+        for name in FILES:
+            if _digest(path / name) != manifest.get(name):
                 return None, f"{name} differs from its manifest"
         state = json.loads((path / "state.json").read_text())
     except FileNotFoundError as error:

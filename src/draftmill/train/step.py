@@ -52,7 +52,7 @@ def micro_step(
     """
     blocks = trim_padding(batch_blocks(batch, drafter, settings))
     if not bool((blocks.weights > 0).any()):
-        return zero_sums(drafter.spec.block_size)
+        return zero_sums(drafter.spec.block_size, batch.features.device)
     blocks = blocks.to(batch.features.device)
     document_ids = batch.tokens.document_ids.to(batch.features.device)
     position_ids = batch.tokens.position_ids.to(batch.features.device)

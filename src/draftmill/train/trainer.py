@@ -76,9 +76,11 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on behind a checkpoint. The drafter's weights must have been loaded from it already."""
         load_optimizer(checkpoint, self.optimizer)
-        saved = checkpoint.state["progress"]
+        saved = dict(checkpoint.state["progress"])
+        device = self.embedding.device
         slots, totals = (
-            torch.tensor(saved.pop(key), dtype=torch.float64) for key in ("pending_slots", "pending_totals")
+            torch.tensor(saved.pop(key), dtype=torch.float64, device=device)
+            for key in ("pending_slots", "pending_totals")
         )
         self.progress = Progress(**saved, pending=Sums(slots, totals))
 
