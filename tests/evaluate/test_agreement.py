@@ -33,7 +33,7 @@ def trained(target: Any, inputs: list[Tensor]) -> Drafter:
     return tiny.trained(target, inputs, new_tokens=NEW, layer_types=mixed, layer_causal=(True, False), sliding_window=6)
 
 
-def test_paths_agree(target: Any, trained: Drafter, inputs: list[Tensor]) -> None:
+def test_case_22_decoding_drafts_what_training_scores(target: Any, trained: Drafter, inputs: list[Tensor]) -> None:
     got = agreement(target, trained, inputs, NEW)
     assert got.tau_decoded > 2.5  # the drafter did learn, so the comparison says something
     assert got.tau_decoded == got.tau_training
@@ -48,14 +48,14 @@ def test_hybrid_target_agrees() -> None:
     assert not got.flagged
 
 
-def test_tap_off_by_one_is_flagged(target: Any, trained: Drafter, inputs: list[Tensor]) -> None:
+def test_case_22_a_tap_off_by_one_is_flagged(target: Any, trained: Drafter, inputs: list[Tensor]) -> None:
     """Training captured the input of the tapped layers instead of their output."""
     got = agreement(target, trained, inputs, NEW, features=lambda ids: plain_features(target, ids, (0, 2)))
     assert got.flagged
     assert got.first is not None
 
 
-def test_context_with_the_anchor_itself_is_flagged(
+def test_case_22_context_with_the_anchor_itself_is_flagged(
     target: Any, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training lets blocks see the hidden state at p, which inference does not have."""
@@ -68,7 +68,7 @@ def test_context_with_the_anchor_itself_is_flagged(
     assert agreement(target, tiny.drafter(), inputs, NEW).flagged  # full attention: the decoder needs no mask
 
 
-def test_decoding_one_position_late_is_flagged(
+def test_case_22_decoding_one_position_late_is_flagged(
     target: Any, trained: Drafter, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoder forgot the newest context position: the answer is still right, the acceptance is not."""

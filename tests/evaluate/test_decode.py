@@ -66,14 +66,14 @@ def test_lossless_where_some_drafts_are_accepted(make: Any, monkeypatch: pytest.
     assert {0, 1, 4} <= set(fast.accepted)
 
 
-def test_hybrid_is_replayed_and_dense_is_cropped() -> None:
+def test_case_15b_hybrid_is_replayed_and_dense_is_cropped() -> None:
     assert CachedTarget(tiny.hybrid()).replays
     assert not CachedTarget(tiny.llama()).replays
     assert not CachedTarget(tiny.sliding()).replays
 
 
 @pytest.mark.parametrize("make", [tiny.llama, tiny.sliding, tiny.hybrid])
-def test_rolled_back_cache_is_as_if_the_block_had_not_been(make: Any) -> None:
+def test_case_15b_rolled_back_cache_is_as_if_the_block_had_not_been(make: Any) -> None:
     target, ids = make(3), tiny.prompts(1, length=24)[0]
     with torch.no_grad():
         whole = target(input_ids=ids[None], use_cache=False).logits[0]
@@ -109,7 +109,7 @@ def test_stops_behind_a_stop_token(llama: Any, place: int, monkeypatch: pytest.M
     assert all(block.accepted <= block.drafted for block in fast.blocks)
 
 
-def test_mask_id_from_the_target_is_kept(llama: Any) -> None:
+def test_case_39_mask_id_from_the_target_is_kept(llama: Any) -> None:
     """A target may really say the mask token; nothing is trimmed by value."""
     ids = tiny.prompts(1)[0]
     expected = plain(llama, ids, max_new_tokens=20).tokens
@@ -117,7 +117,7 @@ def test_mask_id_from_the_target_is_kept(llama: Any) -> None:
     assert fast.tokens == expected
 
 
-def test_tau_is_a_mean_over_blocks() -> None:
+def test_case_21_tau_is_a_mean_over_blocks() -> None:
     """Runs of (3, 1) and (2, 0) accepted tokens: 1.5 drafted tokens a block, not 1.25."""
     blocks = [Block(0, (7, 7, 7), a, a + 1) for a in (3, 1, 2, 0)]
     got = acceptance(blocks, 4)

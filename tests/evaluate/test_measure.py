@@ -104,7 +104,7 @@ def test_sampling_is_not_compared(prompts: Path) -> None:
     assert result.overall.identical is None
 
 
-def test_another_prompt_format_than_in_training_is_refused(prompts: Path) -> None:
+def test_case_06_another_prompt_format_than_in_training_is_refused(prompts: Path) -> None:
     config = EvaluateConfig(prompts=prompts)
     recorded = {"enable_thinking": False}
     with pytest.raises(UserError, match="enable_thinking"):

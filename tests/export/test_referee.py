@@ -33,7 +33,7 @@ pytest.importorskip("dflash.model")
     ],
     ids=["full", "full causal", "4 sliding + 1 full", "window narrower than a block", "all sliding"],
 )
-def test_same_hidden_states(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_case_38_same_hidden_states(tmp_path: Path, changes: dict[str, Any]) -> None:
     drafter = make(**changes)
     folder = export_zlab(drafter, tmp_path / "d", dtype=torch.float32)
     features, embeddings = random_inputs(drafter, 1)
@@ -45,7 +45,7 @@ def test_same_hidden_states(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert report.referee_gap < 1e-5
 
 
-def test_referee_would_notice_a_wrong_window(tmp_path: Path) -> None:
+def test_case_38_referee_would_notice_a_wrong_window(tmp_path: Path) -> None:
     folder = export_zlab(make(**MIXED), tmp_path / "d", dtype=torch.float32)
     wider = make(**(MIXED | {"sliding_window": 7}))
     features, embeddings = random_inputs(wider, 1)
@@ -56,7 +56,7 @@ def test_referee_would_notice_a_wrong_window(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True], ids=["full", "sliding + full"])
-def test_same_acceptance_on_a_real_target(smollm2: Path, tmp_path: Path, mixed: bool) -> None:
+def test_case_37_same_acceptance_on_a_real_target(smollm2: Path, tmp_path: Path, mixed: bool) -> None:
     """Block by block the same number of accepted tokens, with a prompt longer than the window."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
