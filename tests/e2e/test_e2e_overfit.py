@@ -23,6 +23,8 @@ from draftmill.target.config import TargetConfig
 from draftmill.target.model import load_causal_lm
 from draftmill.train.checkpoint import load_drafter, open_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overfit")]  # one process trains, all tests look at it
+
 QUESTIONS = [
     "What is the capital of France?",
     "Name three colours.",
@@ -53,6 +55,7 @@ def overfit(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     prepare(PrepareConfig(inputs=[conversations], output=folder / "set", model=str(smollm2), workers=1))
     config = {
         "run_dir": str(folder / "run"),
+        "threads": 1,
         "data": {"prepared": str(folder / "set"), "token_budget": 512},
         "target": {"model": str(smollm2), "dtype": "float32", "reuse_states_gb": 1},
         "drafter": {"layers": 2, "block_size": 8, "mask_token_id": 7},
@@ -64,7 +67,6 @@ def overfit(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder / "run", conversations
 
 
-@pytest.mark.slow
 def test_overfit_training_accuracy_becomes_accepted_blocks(overfit: tuple[Path, Path], smollm2: Path) -> None:
     run, conversations = overfit
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -81,7 +83,6 @@ def test_overfit_training_accuracy_becomes_accepted_blocks(overfit: tuple[Path, 
     assert (run / "report.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_training_and_decoding_agree_slot_by_slot(overfit: tuple[Path, Path], smollm2: Path) -> None:
     run, _ = overfit
     model = load_causal_lm(TargetConfig(model=str(smollm2), dtype="float32"), device="cpu")
@@ -96,7 +97,6 @@ def test_training_and_decoding_agree_slot_by_slot(overfit: tuple[Path, Path], sm
     assert not result.flagged
 
 
-@pytest.mark.slow
 def test_case_37_the_export_is_the_trained_drafter(overfit: tuple[Path, Path], tmp_path: Path) -> None:
     run, _ = overfit
     folder, drafter = export_run(run, tmp_path / "export", dtype="bfloat16", overwrite=False)

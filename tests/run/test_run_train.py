@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -185,3 +186,27 @@ def test_reused_states_change_nothing(cli: Cli) -> None:
     assert cli.train("partly", "target.reuse_states_gb=0.0001").returncode == 0
     assert_same_run(cli.folder / "computed", cli.folder / "reused", 24)
     assert_same_run(cli.folder / "computed", cli.folder / "partly", 24)
+
+
+def test_case_33_a_full_disk_is_said_with_what_is_left(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftmill.config import load_run_config
+    from draftmill.errors import UserError
+    from draftmill.run.train import train
+    from draftmill.train import checkpoint
+
+    own, saved = checkpoint.save_file, []
+
+    def save_file(tensors: dict[str, object], path: Path) -> None:
+        saved.append(path)
+        if len(saved) > 3:  # the second checkpoint's second file
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        own(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    with pytest.raises(UserError, match=r"is full; .*step-00000005 is complete\. Free space, then go on with --resume"):
+        train(load_run_config(cli.config, []), resume=False)
+    assert [p.name for p in (cli.folder / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    monkeypatch.undo()
+    assert cli.train("run", "--resume").returncode == 0
+    assert cli.train("whole").returncode == 0
+    assert_same_run(cli.folder / "whole", cli.folder / "run", 24)

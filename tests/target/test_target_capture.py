@@ -179,6 +179,7 @@ def test_whole_gives_the_models_own_logits_and_capture_still_works_after_it(
         wanted_again = real_plain(ids[:, -1:], past_key_values=wanted.past_key_values).logits
     assert torch.equal(out.logits, wanted.logits)
     assert torch.equal(again, wanted_again)
+    assert real.isolation == "packed", "decoding in between must not leave the slower layout behind"
     assert torch.equal(inside, real.features(batch.input_ids[:30]))
     assert torch.equal(captured(real, batch), before)
 

@@ -234,6 +234,7 @@ def test_case_33_a_save_never_removes_itself(tmp_path: Path, trained: Any) -> No
     path = save(tmp_path, 3, trained, keep=1)
     assert path.exists()
     assert open_checkpoint(tmp_path).step == 3
+    assert names(tmp_path) == ["step-00000003"], "the damaged one of the run that was given up goes"
 
 
 def test_case_33_a_killed_saves_partial_folder_goes_with_the_next_save(tmp_path: Path, trained: Any) -> None:

@@ -123,6 +123,7 @@ def test_resuming_between_two_log_lines_gives_the_same_lines(tmp_path: Path) -> 
     assert parts == whole
     assert [line["step"] for line in whole] == [4, 8]
     assert [line["averaged_steps"] for line in whole] == [4, 4]
+    assert [line["blocks"] for line in whole] == [20.0, 20.0], "the average is over all steps since the last line"
 
 
 def test_a_stop_before_the_first_batch_saves_step_0_and_takes_none(tmp_path: Path) -> None:

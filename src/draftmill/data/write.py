@@ -145,6 +145,7 @@ class PreparedWriter:
 def new_folder(output: Path) -> Iterator[Path]:
     """A folder beside `output` that takes its place when the block ends well, and is removed otherwise."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(output)
     folder = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         folder.mkdir()
@@ -158,6 +159,16 @@ def new_folder(output: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(output: Path) -> None:
+    """What a killed job left behind. Folders of living processes stay."""
+    import psutil
+
+    for folder in output.parent.glob(f".{output.name}.partial-*"):
+        owner = folder.name.rpartition("-")[2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_place(folder: Path, output: Path) -> None:
@@ -180,5 +191,5 @@ def check_output(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise UserError(
             f"{output} holds another prepared set (other inputs, tokenizer or settings), so it is left alone. "
-            "Give another --output, or ------overwrite it on purpose."
+            "Give another --output, or replace it with --overwrite."
         )

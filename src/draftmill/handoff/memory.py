@@ -51,7 +51,8 @@ class MemoryHandoff:
         return self._published.get(index)
 
     def release(self, index: int) -> None:
-        self._published.pop(index)
+        assert index in self._published, f"batch {index} was never published"
+        del self._published[index]
         slot = self._slot_of.pop(index)
         del self._index_of[slot]
         self._free.append(slot)

@@ -60,7 +60,7 @@ def evaluate_run(
         return Evaluated(result, None, None)
     values = {"step": checkpoint.step, "prompts_file": str(config.prompts), **result.to_dict()}
     write_atomically(folder.evaluation, json.dumps(values, indent=1))
-    report_png(folder.read_metrics(), values, folder.report)
+    report_png([row for row in folder.read_metrics() if row["loss"] is not None], values, folder.report)
     return Evaluated(result, folder.evaluation, folder.report)
 
 

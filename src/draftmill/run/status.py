@@ -25,6 +25,10 @@ class StatusWriter:
         """Enter a phase: loading, training, checking, finished, stopped, failed."""
         self.update(phase=name, since=time.time(), **details)
 
+    @property
+    def current(self) -> str:
+        return str(self._values.get("phase", "starting"))
+
     def update(self, **values: Any) -> None:
         self._values.update(values, updated=time.time())
         write_atomically(self._path, json.dumps(self._values))

@@ -84,13 +84,17 @@ class Telemetry:
 
     def _show(self, values: dict[str, Any], rate: float | None, left: float | None) -> None:
         text = (
-            f"loss {values['loss']:.3f}  τ {values['tau_teacher_forced']:.2f}  "
+            f"loss {_number(values['loss'], '.3f')}  τ {_number(values['tau_teacher_forced'], '.2f')}  "
             f"{'–' if rate is None else f'{rate:,.0f}'} tok/s  left {'estimating' if left is None else duration(left)}"
         )
         if self._bar:
             self._bar.show(values["step"], text)
         else:
             print(f"step {values['step']}/{self._meter.total_steps}  {text}", file=sys.stderr, flush=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "– (updates skipped)" if value is None else format(value, form)
 
 
 class _Bar:

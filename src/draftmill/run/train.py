@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 
@@ -42,7 +43,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
         try:
             return _Run(config, folder, built, status, checkpoint).run()
         except KeyboardInterrupt:
-            status.phase("stopped", reason="interrupted before the first step, or a second time")
+            status.phase("stopped", reason=f"interrupted while {status.current}")
             raise
         except BaseException as error:
             status.phase("failed", reason=str(error).splitlines()[0] if str(error) else type(error).__name__)
@@ -129,6 +130,14 @@ class _Run:
             return trainer.run()
         except (DivergedError, ArithmeticError) as error:
             raise UserError(f"the run stopped: {error}") from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            latest, _ = find_latest(self.folder.checkpoints)
+            kept = "nothing was saved yet" if latest is None else f"{latest.path} is complete"
+            raise UserError(
+                f"the disk of {self.folder.root} is full; {kept}. Free space, then go on with --resume"
+            ) from error
         finally:
             telemetry.close()
 

@@ -39,6 +39,11 @@ class Target:
         self.embedding, self.head = shared_matrices(self._model)
         self.hidden_size = int(self.embedding.shape[1])
         self._backbone: Any = self._model.get_decoder()  # type: ignore[operator]
+        if not hasattr(self._backbone, "layers") or not hasattr(self._backbone, "norm"):
+            raise UserError(
+                f"target.model: {type(self._backbone).__name__} keeps its layers under other names than `layers` and "
+                "`norm`, so its hidden states cannot be tapped; this architecture is not supported"
+            )
         self._layers, self._norm = self._backbone.layers, self._backbone.norm
         self._own_attention: str = self._backbone.config._attn_implementation
         self._check_taps()

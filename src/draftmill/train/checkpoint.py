@@ -153,6 +153,8 @@ def _read(path: Path) -> tuple[Checkpoint | None, str]:
         state = json.loads((path / "state.json").read_text())
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return None, f"it cannot be read: {error.strerror}"
     except ValueError:
         return None, "manifest.json or state.json is cut short"
     if state.get("format") != FORMAT:

@@ -162,10 +162,16 @@ class Trainer:
             "lr": lr,
             "gradient_norm": norm if math.isfinite(norm) else None,
             "skipped": p.skipped,
-            **summarise(p.pending),
+            **self._averages(),
         }
         self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
         p.pending, p.pending_steps = self._no_sums(), 0
+
+    def _averages(self) -> dict[str, Any]:
+        """Metrics of the interval; None where every update in it was skipped."""
+        assert self.progress.pending is not None
+        values = summarise(self.progress.pending)
+        return dict(values) if self.progress.pending_steps else dict.fromkeys(values)
 
     def _no_sums(self) -> Sums:
         return zero_sums(self.drafter.spec.block_size, self.embedding.device)
