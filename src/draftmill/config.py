@@ -28,7 +28,7 @@ class RunConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where target and drafter take turns. auto: cuda where there is one."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads. Left out: one per core this process may use.")
+    threads: int | None = Field(None, ge=1, description="CPU threads. Left out: OMP_NUM_THREADS, or one per core.")
     decode_check_prompts: int = Field(
         4,
         ge=0,

@@ -9,7 +9,6 @@ import time
 import torch
 
 from draftmill.config import RunConfig, dump_yaml
-from draftmill.data.config import available_cpus
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.errors import UserError
 from draftmill.handoff.memory import MemoryHandoff
@@ -32,7 +31,8 @@ from draftmill.train.trainer import DivergedError, Trainer
 
 def train(config: RunConfig, *, resume: bool) -> int:
     """Run to the end of the schedule or to a request to stop. Returns the exit code."""
-    torch.set_num_threads(config.threads or available_cpus())
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     folder = RunFolder(config.run_dir)
     with folder.locked():
         checkpoint = starting_point(folder, config, resume=resume)
