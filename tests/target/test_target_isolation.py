@@ -112,6 +112,8 @@ def test_case_13_packed_attention_never_leaves_out_a_part_of_the_targets_own(
 
 @pytest.mark.parametrize("name", ["softcap", "sinks"])
 def test_case_13_packed_is_refused_where_it_would_be_another_attention(folders: dict[str, Path], name: str) -> None:
+    if plain_model(folders[name]).config._attn_implementation == "sdpa":
+        pytest.skip("this transformers runs the model by plain SDPA itself")
     with pytest.raises(UserError, match=r"target\.isolation: packed, .* Use auto or rows"):
         load(folders[name], (1, 3), isolation="packed")
 

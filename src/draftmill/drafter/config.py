@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
@@ -114,12 +113,6 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     span = max(num_target_layers - 4, 0)
     picks = {min(round(1 + i * span / (count - 1)), num_target_layers - 1) for i in range(count)}
     return tuple(sorted(picks))
-
-
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name most like a misspelt one."""
-    hits = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return hits[0] if hits else None
 
 
 def layer_kinds(config: DrafterConfig) -> tuple[tuple[str, ...], tuple[bool, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftmill.data.plan import BatchPlan
-from draftmill.handoff.memory import MemoryHandoff
+from draftmill.handoff.interface import Handoff
 from draftmill.records import HiddenBatch
 from draftmill.target.capture import Target
 from draftmill.target.reuse import ReusedStates
@@ -12,7 +12,7 @@ from draftmill.target.reuse import ReusedStates
 class InlineSource:
     """Computes a batch's states when the drafter asks for it."""
 
-    def __init__(self, plan: BatchPlan, target: Target, handoff: MemoryHandoff, reuse: ReusedStates) -> None:
+    def __init__(self, plan: BatchPlan, target: Target, handoff: Handoff, reuse: ReusedStates) -> None:
         self._plan, self._target, self._handoff, self._reuse = plan, target, handoff, reuse
 
     def take(self, index: int) -> HiddenBatch:
