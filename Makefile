@@ -28,7 +28,7 @@ quickstart: $(VENV)/.main $(TARGET)/config.json
 	@echo "       $(BIN)/draftmill prepare YOUR.jsonl --model YOUR_MODEL --output prepared/mine --preview 3"
 
 test: $(VENV)/.dev $(TARGET)/config.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from draftmill.target.config import TargetConfig
 from draftmill.target.model import load_causal_lm
 from draftmill.train.checkpoint import load_drafter, open_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("overfit")]  # one process trains, all tests look at it
+pytestmark = pytest.mark.slow
 
 QUESTIONS = [
     "What is the capital of France?",
