@@ -197,7 +197,7 @@ def export(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise UserError(f"--dtype {dtype}: choose bfloat16, float16 or float32")
-    if output is None and not (run / "status.json").exists():
+    if output is None and run.exists() and not (run / "status.json").exists():
         raise UserError(f"{run} is not a run folder, so there is no place for the export by default; give --output")
     folder = output or run / "export"
     path, drafter = export_run(run, folder, dtype=dtype, overwrite=overwrite)
