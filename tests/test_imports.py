@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     # prompts are conversations, read and checked by the rules that prepare uses
     "evaluate": {"records", "errors", "drafter", "target.model", "data.read", "data.rules"},
     "export": {"errors", "drafter"},
-    "config": {"errors", "data.config", "drafter.config", "target.config", "train.config"},
+    "config": {"errors", "data.config", "drafter.config", "handoff.config", "target.config", "train.config"},
 }
 FREE = {"run", "cli", "__main__", "__init__"}  # these wire everything
 MAY_IMPORT_RUN = {"run", "cli"}

@@ -2,4 +2,5 @@
 
 from draftmill.cli import main
 
-main()
+if __name__ == "__main__":  # a spawned worker imports this module again
+    main()

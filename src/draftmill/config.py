@@ -7,13 +7,62 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from draftmill.data.config import DataConfig
 from draftmill.drafter.config import DrafterConfig
 from draftmill.errors import UserError
+from draftmill.handoff.config import HandoffConfig
 from draftmill.target.config import TargetConfig
 from draftmill.train.config import TrainConfig
+
+
+Devices = tuple[str, ...]
+
+
+class DevicesConfig(BaseModel):
+    """Which devices do what: one process each. Lists as [0, 1, 2] (CUDA devices), cuda:1, cpu, or cpu*2 (two processes
+    on the CPU). All left out, or `devices: auto`: chosen by what the host has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    targets: Devices | None = Field(None, description="Devices that run the target. Goes with `drafters`.")
+    drafters: Devices | None = Field(None, description="Devices that train the drafter, one rank each.")
+    inline: Devices | None = Field(
+        None, description="Devices that do both in turn, each with its share of the batches. Not with the two others."
+    )
+
+    @field_validator("targets", "drafters", "inline", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        names = [name for item in (value if isinstance(value, list | tuple) else [value]) for name in _devices(item)]
+        twice = next((name for name in names if name != "cpu" and names.count(name) > 1), None)
+        if not names or twice:
+            raise ValueError(f"{twice} is listed twice" if twice else "at least one device is needed")
+        return tuple(names)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.inline is not None and (self.targets or self.drafters):
+            raise ValueError("devices.inline means that each device does both; leave devices.targets and drafters out")
+        if (self.targets is None) != (self.drafters is None):
+            missing = "drafters" if self.drafters is None else "targets"
+            raise ValueError(f"devices.{missing} is missing: a split needs both devices.targets and devices.drafters")
+        return self
+
+
+def _devices(item: Any) -> list[str]:
+    """0 → cuda:0, "cpu*2" → cpu, cpu."""
+    name, times, count = str(item).partition("*")
+    name = f"cuda:{name}" if name.isdecimal() else name.strip()
+    index = name.removeprefix("cuda:")
+    if isinstance(item, bool) or (times and not count.strip().isdecimal()):
+        raise ValueError("not a device; write 0 or cuda:0, cpu, or cpu*2")
+    if name != "cpu" and not (name.startswith("cuda:") and index.isdecimal()):
+        raise ValueError(f"{name!r} is not a device; write 0 or cuda:0, cpu, or cpu*2")
+    return [name] * (int(count) if times else 1)
 
 
 class RunConfig(BaseModel):
@@ -25,10 +74,19 @@ class RunConfig(BaseModel):
     seed: int = Field(
         0, ge=0, description="Seeds initial weights, packing, order and anchors. Same seed, same drafter."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where target and drafter take turns. auto: cuda where there is one."
+    devices: DevicesConfig = Field(default_factory=DevicesConfig)  # type: ignore[arg-type]
+    handoff: HandoffConfig = Field(default_factory=HandoffConfig)  # type: ignore[arg-type]
+    parallel: Literal["data", "fsdp"] = Field(
+        "data",
+        description="How several drafter ranks share the work. data: each holds the whole drafter; fsdp: each holds a "
+        "part of weights and optimizer, for drafters that do not fit one device.",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads. Left out: OMP_NUM_THREADS, or one per core.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each process. Left out: OMP_NUM_THREADS, or the cores divided by the processes. "
+        "Results are the same bit for bit only with the same number.",
+    )
     decode_check_prompts: int = Field(
         4,
         ge=0,
@@ -44,6 +102,14 @@ class RunConfig(BaseModel):
     def anchors(self) -> int:
         """N: anchors per batch, 512 per 4096 tokens unless set."""
         return self.train.anchors or max(1, self.data.token_budget // 8)
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        """`devices: auto`, `devices: cpu` and `devices: cuda` as short forms."""
+        if isinstance(value, str):
+            return {} if value == "auto" else {"inline": ["cuda:0" if value == "cuda" else value]}
+        return value
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from train_tiny import CONFIG, make_drafter
 
-from draftmill.train.checkpoint import find_latest, save_checkpoint
+from draftmill.train.checkpoint import find_latest, optimizer_tensors, save_checkpoint
 from draftmill.train.optim import make_optimizer
 
 
@@ -35,7 +35,8 @@ def save_for_ever(folder: Path, diary: int) -> None:
             parameter.data.fill_(step)
             optimizer.state[parameter] = {"exp_avg": torch.full_like(parameter, step), "step": torch.tensor(1.0 * step)}
         os.write(diary, f"begin {step}\n".encode())
-        save_checkpoint(folder, step, drafter, optimizer, {"mark": step}, keep=2)
+        moments = optimizer_tensors(optimizer)
+        save_checkpoint(folder, step, drafter.spec, drafter.state_dict(), moments, {"mark": step}, keep=2)
         os.write(diary, f"done {step}\n".encode())
 
 

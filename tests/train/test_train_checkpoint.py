@@ -28,6 +28,7 @@ from draftmill.train.checkpoint import (
     save_checkpoint,
 )
 from draftmill.train.optim import make_optimizer
+from draftmill.train.parallel import Alone
 
 FILES = ["drafter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -41,7 +42,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, torch.op
 
 
 def save(folder: Path, step: int, trained: tuple[Drafter, torch.optim.Optimizer], *, keep: int = 5) -> Path:
-    return save_checkpoint(folder, step, *trained, {"note": f"step {step}"}, keep=keep)
+    drafter, optimizer = trained
+    weights, moments = drafter.state_dict(), optimizer_tensors(optimizer)
+    return save_checkpoint(folder, step, drafter.spec, weights, moments, {"note": f"step {step}"}, keep=keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -61,7 +64,7 @@ def test_a_round_trip_is_bit_equal_with_moments(tmp_path: Path, trained: tuple[D
     loaded = load_drafter(checkpoint)
     assert same(weights(loaded), weights(drafter))
     fresh = make_optimizer(loaded.parameters(), make_trainer(tmp_path, FakeSource(), 1).config)
-    load_optimizer(checkpoint, fresh)
+    load_optimizer(checkpoint, fresh, Alone().part)
     moments = optimizer_tensors(optimizer)
     assert same(optimizer_tensors(fresh), moments)
     assert {name.split(".")[1] for name in moments} == {"step", "exp_avg", "exp_avg_sq"}
@@ -75,7 +78,7 @@ def test_moments_find_their_parameters(tmp_path: Path, trained: tuple[Drafter, A
     checkpoint = open_checkpoint(tmp_path)
     loaded = load_drafter(checkpoint)
     fresh = make_optimizer(loaded.parameters(), make_trainer(tmp_path, FakeSource(), 1).config)
-    load_optimizer(checkpoint, fresh)
+    load_optimizer(checkpoint, fresh, Alone().part)
     for name, parameter in drafter.named_parameters():
         state = fresh.state[loaded.get_parameter(name)]
         assert torch.equal(state["exp_avg"], optimizer.state[parameter]["exp_avg"]), name

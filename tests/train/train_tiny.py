@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from draftmill.drafter.config import FULL, DrafterSpec
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.records import PADDING_DOCUMENT, HiddenBatch, TokenBatch
 from draftmill.train.config import TrainConfig
+from draftmill.train.parallel import Alone
 from draftmill.train.step import StepSettings
 from draftmill.train.trainer import Trainer
 
@@ -75,11 +77,18 @@ def hidden_batch(anchors: list[int], *, first: int = 0, index: int = 0, padding:
 class FakeSource:
     """Batches by index, from a list of anchor counts; keeps a diary."""
 
-    def __init__(self, batches: list[list[int]] | None = None, broken: set[int] | None = None) -> None:
-        self.batches, self.broken = batches, broken or set()
+    def __init__(
+        self,
+        batches: list[list[int]] | None = None,
+        broken: set[int] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.batches, self.broken, self.should_stop = batches, broken or set(), should_stop
         self.diary: list[tuple[str, int]] = []
 
-    def take(self, index: int) -> HiddenBatch:
+    def take(self, index: int) -> HiddenBatch | None:
+        if self.should_stop():
+            return None
         self.diary.append(("take", index))
         counts = [3, 2] if self.batches is None else self.batches[index % len(self.batches)]
         batch = hidden_batch(counts, first=10 * index, index=index)
@@ -90,13 +99,14 @@ class FakeSource:
 
 
 def make_trainer(folder: Path, source: FakeSource, total_steps: int, **changes: Any) -> Trainer:
+    source.should_stop = changes.pop("should_stop", source.should_stop)
     options: dict[str, Any] = {
         "drafter": make_drafter(),
         "config": CONFIG,
         "settings": SETTINGS,
         "on_log": lambda _: None,
         "on_save": lambda _: None,
-        "should_stop": lambda: False,
+        "parallel": Alone(),
         "provenance": {"made_by": "a test"},
     }
     return Trainer(

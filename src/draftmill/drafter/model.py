@@ -8,7 +8,8 @@ Hq / Hkv query / key-value heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,15 @@ from draftmill.drafter.config import DrafterSpec
 
 KeyValues = tuple[Tensor, Tensor]  # keys [L, Hkv, D] after norm and RoPE, values [L, Hkv, D]
 Rotation = tuple[Tensor, Tensor]  # cos, sin, each [L, 1, D]
+
+
+
+class Context(NamedTuple):
+    """The context before a layer's projections: states C [T, H] and the rotation of its positions."""
+
+    states: Tensor
+    by: Rotation
+
 
 # (layer, queries [M, Hq, D], keys [T + M, Hkv, D], values [T + M, Hkv, D]) → [M, Hq, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -109,7 +119,10 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, x: Tensor, by: Rotation, context: KeyValues, attend: Callable[..., Tensor]) -> Tensor:
+    def forward(self, x: Tensor, by: Rotation, context: KeyValues | Context, attend: Callable[..., Tensor]) -> Tensor:
+        """context: its keys and values, or what they are made from: then all weights of the layer are used in here."""
+        if isinstance(context, Context):
+            context = self.self_attn.keys_values(*context)
         x = x + self.self_attn(self.input_layernorm(x), by, context, attend)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -141,8 +154,24 @@ class Drafter(nn.Module):
 
     def forward(self, embeddings: Tensor, position_ids: Tensor, context: list[KeyValues], attend: Attend) -> Tensor:
         """Block embeddings [M, H] at positions [M] over the context's keys and values → final hidden states [M, H]."""
-        by = rotation(position_ids, self.spec.head_dim, self.spec.rope_theta, embeddings.dtype)
-        x = embeddings
+        return self._through(embeddings, position_ids, context, attend)
+
+    def train_forward(
+        self, features: Tensor, context_ids: Tensor, embeddings: Tensor, position_ids: Tensor, attend: Attend
+    ) -> Tensor:
+        """All of it in one: features [T, K·H] at positions [T], block embeddings [M, H] at positions [M] → [M, H].
+
+        The same arithmetic as `context`, `context_keys_values` and `forward` one after another. A single call, so that
+        weights which are spread over ranks can be put together layer by layer.
+        """
+        states = self.context(features)
+        context = Context(states, rotation(context_ids, self.spec.head_dim, self.spec.rope_theta, states.dtype))
+        return self._through(embeddings, position_ids, [context] * self.spec.layers, attend)
+
+    def _through(
+        self, x: Tensor, position_ids: Tensor, context: Sequence[KeyValues | Context], attend: Attend
+    ) -> Tensor:
+        by = rotation(position_ids, self.spec.head_dim, self.spec.rope_theta, x.dtype)
         for number, layer in enumerate(self._layers()):
             x = layer(x, by, context[number], lambda q, k, v, number=number: attend(number, q, k, v))
         out: Tensor = self.norm(x)

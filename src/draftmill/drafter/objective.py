@@ -15,9 +15,8 @@ def block_hidden(
     drafter: Drafter, features: Tensor, position_ids: Tensor, blocks: Blocks, embedding: Tensor, attend: Attend
 ) -> Tensor:
     """Hidden states of all draft tokens: features [T, K·H], position_ids [T], embedding [V, H] → [N, B, H]."""
-    context = drafter.context_keys_values(drafter.context(features), position_ids)
     embedded = embedding[blocks.tokens.flatten()]
-    hidden: Tensor = drafter(embedded, blocks.position_ids.flatten(), context, attend)
+    hidden = drafter.train_forward(features, position_ids, embedded, blocks.position_ids.flatten(), attend)
     return hidden.view(*blocks.tokens.shape, -1)
 
 

@@ -1,7 +1,10 @@
-"""What a hand-off is, whatever carries it.
+"""What a hand-off is, whatever carries it: slots that a target writes and a drafter reads.
 
-A batch index gets a slot *before* its states are computed, so the oldest missing batch always has a place to land, and
-memory is bounded by `slots × slot_bytes`. Back-pressure is the absence of a free slot: nothing is evicted or dropped.
+Which batch is in which slot, and when a slot is free again, is the coordinator's business: a slot is reserved before the
+target runs, so the oldest missing batch always has a place to land, and memory is bounded by `slots × slot_bytes`.
+Nothing here is allocated per batch.
+
+Legend: T token budget, W features per token (taps × hidden size).
 """
 
 from __future__ import annotations
@@ -10,36 +13,62 @@ from typing import Protocol
 
 from torch import Tensor
 
-from draftmill.records import HiddenBatch, TokenBatch
+from draftmill.records import HiddenBatch
 
 
-class Handoff(Protocol):
-    """Slots for hidden states, written by a target and read by a drafter in index order."""
+class Transfer(Protocol):
+    """Bytes on their way, or work on the device that still uses them."""
+
+    def ready(self) -> bool:
+        """Whether it is over. Never blocks."""
+
+    def wait(self) -> None:
+        """Return when it is over."""
+
+
+class _Arrived:
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+ARRIVED = _Arrived()
+
+
+class Writer(Protocol):
+    """The target's side of one drafter rank's slots."""
+
+    def begin(self, slot: int) -> Tensor:
+        """features [T, W] on the target's device, to be written in place by the taps."""
+
+    def end(self, slot: int) -> Transfer:
+        """They are written (or will be, by work given to the device): bring them into the slot."""
+
+
+class Reader(Protocol):
+    """The drafter's side of its slots."""
 
     slots: int
     slot_bytes: int
 
-    def reserve(self, index: int) -> int | None:
-        """A free slot for batch `index`, or None while there is none. Reserving an index twice is a bug."""
+    def fetch(self, slot: int) -> None:
+        """The slot will be wanted: begin to bring it to the drafter's device. Call in the order of use."""
 
-    def buffer(self, slot: int) -> Tensor:
-        """features [T, K·H] of a reserved slot, to be written in place."""
+    def features(self, slot: int) -> Tensor:
+        """features [T, W] on the drafter's device, valid until `done`."""
 
-    def publish(self, slot: int, batch: TokenBatch) -> None:
-        """The slot's features are complete and belong to `batch`."""
-
-    def take(self, index: int) -> HiddenBatch | None:
-        """Batch `index` if it has been published. Its tensors stay valid until `release`."""
-
-    def release(self, index: int) -> None:
-        """The drafter is done with batch `index`: its slot is free again."""
+    def done(self, slot: int) -> Transfer:
+        """No more work on these features will be given to the device. The slot is free once the transfer is over."""
 
 
 class BatchSource(Protocol):
     """What the training loop sees of it all: batches by index."""
 
-    def take(self, index: int) -> HiddenBatch:
-        """Batch `index` of the plan, once its states are there."""
+    def take(self, index: int) -> HiddenBatch | None:
+        """Batch `index` of the plan, once its states are there. None: the run is to end before this batch. With several
+        ranks all are told so in the same optimizer step, before any of them can wait for another."""
 
     def release(self, index: int) -> None:
         """Done with it."""

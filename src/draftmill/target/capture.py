@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftmill.errors import UserError
 from draftmill.records import TokenBatch
 from draftmill.target import isolation
-from draftmill.target.checks import check_states
+from draftmill.target.checks import StateCheck
 from draftmill.target.config import TargetConfig
 from draftmill.target.model import fingerprint, load_causal_lm, shared_matrices
 
@@ -69,9 +69,14 @@ class Target:
 
         Raises ArithmeticError naming document and layer when a state is not finite or all zero.
         """
+        self.begin(batch, features).verify()
+
+    @torch.no_grad()
+    def begin(self, batch: TokenBatch, features: Tensor) -> StateCheck:
+        """As `capture`, but give the work to the device and return; the states are to be verified before their use."""
         features[batch.tokens :].zero_()
         self._run(batch.input_ids, batch.spans(), self._columns(features))
-        check_states(features, batch, self.taps)
+        return StateCheck(features, batch, self.taps)
 
     @torch.no_grad()
     def capture_final(self, batch: TokenBatch, final_hidden: Tensor) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,24 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    folder: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int
+    folder: Path,
+    step: int,
+    spec: DrafterSpec,
+    weights: dict[str, Tensor],
+    moments: dict[str, Tensor],
+    state: dict[str, Any],
+    *,
+    keep: int,
 ) -> Path:
-    """Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
+    """weights: the drafter's state_dict; moments: `optimizer_tensors`; state: JSON-able. Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
 
     Kept are the newest `keep` up to this step. Newer folders are damaged ones that the run went on before; they and
     what a killed save left behind are removed. A step that is saved already is not written again.
     """
     final = folder / f"{_PREFIX}{step:08d}"
     if _read(final)[0] is None:
-        _write(final, step, drafter, optimizer, state)
+        full = {"format": FORMAT, "step": step, "spec": spec.to_dict(), **state}
+        _write(final, weights, moments, full)
     older = [path for path in _folders(folder) if path.name <= final.name]
     newer = [path for path in _folders(folder) if path.name > final.name]
     for path in [*older[keep:], *newer, *folder.glob(f".{_PREFIX}*.partial")]:
@@ -60,15 +69,14 @@ def save_checkpoint(
     return final
 
 
-def _write(final: Path, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _write(final: Path, weights: dict[str, Tensor], moments: dict[str, Tensor], state: dict[str, Any]) -> None:
     temporary = final.with_name(f".{final.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file(drafter.state_dict(), temporary / "drafter.safetensors")
-        save_file(optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
-        full = {"format": FORMAT, "step": step, "spec": drafter.spec.to_dict(), **state}
-        (temporary / "state.json").write_text(json.dumps(full, indent=1, sort_keys=True))
+        save_file(weights, temporary / "drafter.safetensors")
+        save_file(moments, temporary / "optimizer.safetensors")
+        (temporary / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
         manifest = {name: _digest(temporary / name) for name in FILES}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for name in (*FILES, "manifest.json"):
@@ -117,13 +125,16 @@ def load_drafter(checkpoint: Checkpoint) -> Drafter:
     return drafter
 
 
-def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved moments back. The optimizer must hold the same parameters in the same order."""
+def load_optimizer(
+    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, part: Callable[[nn.Parameter, Tensor], Tensor]
+) -> None:
+    """Put the saved moments back: of each whole moment of a parameter what `part` says this rank holds. The optimizer
+    must hold the same parameters in the same order."""
     tensors = load_file(checkpoint.path / "optimizer.safetensors")
     for number, parameter in enumerate(_parameters(optimizer)):
         prefix = f"{number}."
         saved = {
-            key.removeprefix(prefix): value.to(parameter.device)
+            key.removeprefix(prefix): part(parameter, value)
             for key, value in tensors.items()
             if key.startswith(prefix)
         }

@@ -22,7 +22,12 @@ class TrainConfig(BaseModel):
         ge=1,
         description="N: anchors drawn from each batch. Left out: one per 8 tokens of the budget (512 of 4096).",
     )
-    accumulation: int = Field(1, ge=1, description="A: batches per optimizer step.")
+    accumulation: int = Field(
+        1,
+        ge=1,
+        description="Batches per optimizer step, over all drafter ranks together; the number of ranks must divide it. "
+        "So the same config makes the same drafter on any number of devices.",
+    )
     gamma: float | None = Field(
         None, gt=0, description="γ of the slot weights exp(−(k−1)/γ). Left out: 7 / 5 / 4 for blocks of 16 / 10 / 8."
     )

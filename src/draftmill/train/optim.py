@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.train.config import TrainConfig
+from draftmill.train.parallel import as_whole
 
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float) -> float:
@@ -44,7 +45,7 @@ def apply_update(
     done, norm = False, 0.0
     if gradients and total > 0:
         torch._foreach_div_(gradients, total)
-        norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+        norm = float(as_whole(nn.utils.clip_grad_norm_(parameters, clip)))
         done = math.isfinite(norm)
     if done:
         for group in optimizer.param_groups:

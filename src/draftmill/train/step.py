@@ -43,16 +43,41 @@ def batch_blocks(batch: HiddenBatch, drafter: Drafter, settings: StepSettings) -
     )
 
 
+def weightless_block(batch: HiddenBatch, drafter: Drafter, settings: StepSettings) -> Blocks:
+    """One block at the first token of the batch, without supervision: its gradients are exact zeros."""
+    tokens = batch.tokens
+    return make_blocks(
+        tokens.input_ids,
+        torch.zeros_like(tokens.loss_mask),
+        tokens.position_ids,
+        tokens.document_ids,
+        torch.zeros(1, dtype=torch.long),
+        block_size=drafter.spec.block_size,
+        mask_token_id=drafter.spec.mask_token_id,
+        gamma=settings.gamma,
+    )
+
+
 def micro_step(
-    drafter: Drafter, batch: HiddenBatch, *, embedding: Tensor, head: Tensor, settings: StepSettings
+    drafter: Drafter,
+    batch: HiddenBatch,
+    *,
+    embedding: Tensor,
+    head: Tensor,
+    settings: StepSettings,
+    always_run: bool = False,
 ) -> Sums:
     """Add the gradient of the batch's Σ w·CE to the parameters' .grad; return the batch's sums.
 
-    A batch without a valid anchor adds nothing and is no error.
+    A batch without a valid anchor adds nothing and is no error. always_run: it goes through forward and backward all
+    the same, with a block that weighs nothing, because other ranks wait for this one in their layers.
     """
     blocks = trim_padding(batch_blocks(batch, drafter, settings))
-    if not bool((blocks.weights > 0).any()):
+    nothing = not bool((blocks.weights > 0).any())
+    if nothing and not always_run:
         return zero_sums(drafter.spec.block_size, batch.features.device)
+    if nothing:
+        blocks = weightless_block(batch, drafter, settings)
     blocks = blocks.to(batch.features.device)
     document_ids = batch.tokens.document_ids.to(batch.features.device)
     position_ids = batch.tokens.position_ids.to(batch.features.device)
@@ -68,4 +93,4 @@ def micro_step(
         chunk_rows=256 if batch.features.device.type == "cpu" else 2048,
     )
     loss.backward()  # type: ignore[no-untyped-call]
-    return sums
+    return zero_sums(drafter.spec.block_size, batch.features.device) if nothing else sums

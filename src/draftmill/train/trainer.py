@@ -15,9 +15,10 @@ from torch import Tensor
 from draftmill.drafter.metrics import Sums, summarise, zero_sums
 from draftmill.drafter.model import Drafter
 from draftmill.handoff.interface import BatchSource
-from draftmill.train.checkpoint import Checkpoint, load_optimizer, save_checkpoint
+from draftmill.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors, save_checkpoint
 from draftmill.train.config import TrainConfig
 from draftmill.train.optim import apply_update, learning_rate, make_optimizer
+from draftmill.train.parallel import Parallel
 from draftmill.train.step import StepSettings, micro_step
 
 MAX_SKIPS_IN_A_ROW = 10
@@ -41,11 +42,11 @@ class Progress:
 
 
 class Trainer:
-    """Consumes batch s·A + a at optimizer step s, accumulation slot a.
+    """Consumes batch (s·A + a)·R + r at optimizer step s, micro-step a of A, rank r of R; A·R is `accumulation`.
 
-    on_log gets one dict per logging interval, on_save the seconds a checkpoint took. should_stop is asked between
-    batches; a stop throws the unfinished step away, which changes nothing: it is computed again, from the same batches
-    and anchors, by whoever goes on.
+    On rank 0 on_log gets one dict per logging interval, on_save the seconds a checkpoint took. The source may end the
+    run before any batch; that throws the unfinished step away, which changes nothing: it is computed again, from the
+    same batches and anchors, by whoever goes on.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Trainer:
         source: BatchSource,
         config: TrainConfig,
         *,
+        parallel: Parallel,
         settings: StepSettings,
         total_steps: int,
         embedding: Tensor,
@@ -61,21 +63,24 @@ class Trainer:
         folder: Path,
         on_log: Callable[[dict[str, Any]], None],
         on_save: Callable[[float], None],
-        should_stop: Callable[[], bool],
         provenance: dict[str, Any],
     ) -> None:
         self.drafter, self.source, self.config = drafter, source, config
         self.settings, self.total_steps = settings, total_steps
         self.embedding, self.head = embedding.to(settings.dtype), head.to(settings.dtype)
         self.folder, self.provenance = folder, provenance
-        self.on_log, self.on_save, self.should_stop = on_log, on_save, should_stop
+        self.on_log, self.on_save = on_log, on_save
+        self.parallel = parallel
+        self.micro_steps, rest = divmod(config.accumulation, parallel.ranks)
+        assert rest == 0, "the ranks share a step's batches evenly"
+        parallel.prepare(drafter)
         self.parameters = list(drafter.parameters())
         self.optimizer = make_optimizer(self.parameters, config)
         self.progress = Progress(pending=self._no_sums())
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on behind a checkpoint. The drafter's weights must have been loaded from it already."""
-        load_optimizer(checkpoint, self.optimizer)
+        load_optimizer(checkpoint, self.optimizer, self.parallel.part)
         saved = dict(checkpoint.state["progress"])
         device = self.embedding.device
         slots, totals = (
@@ -85,7 +90,7 @@ class Trainer:
         self.progress = Progress(**saved, pending=Sums(slots, totals))
 
     def run(self) -> bool:
-        """Train to the end of the schedule. True when it was reached, False when asked to stop. Saves in both cases."""
+        """Train to the end of the schedule. True when it was reached, False when the source ended it. Saves in both cases."""
         saved_at = None
         while self.progress.step < self.total_steps:
             sums = self._accumulate()
@@ -99,8 +104,20 @@ class Trainer:
             self.save()
         return self.progress.step >= self.total_steps
 
-    def save(self) -> Path:
+    def save(self) -> None:
+        """Write a checkpoint: rank 0 alone, of what all hold together."""
         started = time.perf_counter()
+        weights = self.parallel.whole(self.drafter.state_dict())
+        moments = self.parallel.whole(optimizer_tensors(self.optimizer))
+        if self.parallel.rank != 0:
+            return
+        p = self.progress
+        save_checkpoint(
+            self.folder, p.step, self.drafter.spec, weights, moments, self._state(), keep=self.config.keep
+        )
+        self.on_save(time.perf_counter() - started)
+
+    def _state(self) -> dict[str, Any]:
         p = self.progress
         assert p.pending is not None
         saved = {
@@ -113,25 +130,30 @@ class Trainer:
             "pending_slots": p.pending.slots.tolist(),
             "pending_totals": p.pending.totals.tolist(),
         }
-        state = {"progress": saved, "total_steps": self.total_steps, **self.provenance}
-        path = save_checkpoint(self.folder, p.step, self.drafter, self.optimizer, state, keep=self.config.keep)
-        self.on_save(time.perf_counter() - started)
-        return path
+        return {"progress": saved, "total_steps": self.total_steps, **self.provenance}
 
     def _accumulate(self) -> Sums | None:
-        """Gradients and sums of one optimizer step, or None when asked to stop in the middle."""
+        """Gradients and sums of one optimizer step over all ranks, or None when the source ended the run in it."""
         sums, tokens = self._no_sums(), 0
-        for slot in range(self.config.accumulation):
-            if self.should_stop():
+        rank, ranks = self.parallel.rank, self.parallel.ranks
+        for number in range(self.micro_steps):
+            index = (self.progress.step * self.micro_steps + number) * ranks + rank
+            batch = self.source.take(index)
+            if batch is None:
                 self.optimizer.zero_grad(set_to_none=True)
                 return None
-            index = self.progress.step * self.config.accumulation + slot
-            batch = self.source.take(index)
-            sums = sums + micro_step(
-                self.drafter, batch, embedding=self.embedding, head=self.head, settings=self.settings
-            )
+            with self.parallel.micro_step(last=number == self.micro_steps - 1):
+                sums = sums + micro_step(
+                    self.drafter,
+                    batch,
+                    embedding=self.embedding,
+                    head=self.head,
+                    settings=self.settings,
+                    always_run=self.parallel.always_run,
+                )
             tokens += batch.tokens.tokens
             self.source.release(index)
+        sums, tokens = self.parallel.total(sums, tokens)
         self.progress.context_tokens += tokens
         return sums
 
@@ -164,7 +186,8 @@ class Trainer:
             "skipped": p.skipped,
             **self._averages(),
         }
-        self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
+        if self.parallel.rank == 0:
+            self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
         p.pending, p.pending_steps = self._no_sums(), 0
 
     def _averages(self) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""A drafter rank's process: next batch → micro-step → reduced gradients → update. Inline ranks run the target too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftmill.drafter.model import Drafter, initialise
+from draftmill.errors import UserError
+from draftmill.handoff.device import DeviceRing
+from draftmill.handoff.interface import BatchSource, Reader
+from draftmill.handoff.matrices import SharedMatrices
+from draftmill.handoff.memory import MemoryRing
+from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
+from draftmill.run.link import Link
+from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
+from draftmill.run.resolve import resolve_gamma
+from draftmill.run.sources import InlineSource, QueuedSource, StepGate
+from draftmill.run.target_worker import Job, check_by_decoding, facts_of
+from draftmill.target.capture import Target
+from draftmill.target.reuse import ReusedStates
+from draftmill.train.checkpoint import Checkpoint, load_drafter
+from draftmill.train.parallel import Alone, DataParallel, FullySharded, Parallel
+from draftmill.train.step import StepSettings
+from draftmill.train.trainer import DivergedError, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterJob(Job):
+    """rendezvous: file in which the ranks find each other. identity: of the run, for checkpoints. ring: host memory, or
+    only its shape where the slots are to lie in this device's memory; None for an inline rank."""
+
+    rank: int
+    ranks: int
+    rendezvous: Path
+    checkpoints: Path
+    checkpoint: Checkpoint | None
+    total_steps: int
+    identity: dict[str, Any]
+    ring: SharedRing | RingShape | None
+    matrices: SharedMatrices | None
+
+
+class DrafterWorker:
+    def __init__(self, link: Link, job: DrafterJob) -> None:
+        self.link, self.job = link, job
+        link.phase("starting")
+        self.plan = job.prepare_process()
+
+    def run(self) -> None:
+        job = self.job
+        with parallel_ranks(job) as parallel:
+            drafter = starting_drafter(job.checkpoint, job)
+            if job.ring is None:
+                self._run_inline(drafter, parallel)
+                return
+            reader = self._reader(job.ring)
+            facts = self._await_matrices()
+            if facts is None:  # asked to stop before there was anything to train on
+                self.link.send(Ended(0 if job.checkpoint is None else job.checkpoint.step, finished=False))
+                return
+            assert job.matrices is not None
+            embedding, head = job.matrices.read(tied=facts.tied, device=job.device)
+            source = QueuedSource(
+                self.link,
+                self.plan,
+                reader,
+                batches_per_step=job.config.train.accumulation,
+                fingerprint=facts.fingerprint,
+                taps=job.spec.taps,
+            )
+            self._train(self._trainer(drafter, source, parallel, embedding, head, facts.fingerprint), source.flush)
+
+    def _run_inline(self, drafter: Drafter, parallel: Parallel) -> None:
+        job, config = self.job, self.job.config
+        self.link.phase("loading")
+        target = Target(config.target, job.spec.taps, device=job.device)
+        self.link.send(Loaded(facts_of(target)))
+        ring = MemoryRing(1, self.plan.token_budget, target.features_width, dtype=target.dtype, device=job.device)
+        source = InlineSource(
+            self.plan,
+            target,
+            ring,
+            ReusedStates(int(config.target.reuse_states_gb * 1e9 / job.ranks)),
+            may_take=StepGate(self.link, config.train.accumulation),
+            on_release=lambda index: self.link.send(Released(index)),
+        )
+        trainer = self._trainer(drafter, source, parallel, target.embedding, target.head, target.fingerprint)
+        self._train(trainer, lambda: None)
+        if job.rank == 0 and config.decode_check_prompts and trainer.progress.step == job.total_steps:
+            self.link.phase("checking")
+            self.link.send(check_by_decoding(job, target, self.plan, job.checkpoints))
+
+    def _reader(self, ring: SharedRing | RingShape) -> Reader:
+        if isinstance(ring, SharedRing):
+            return shared_reader(ring, self.job.rank, self.job.device)
+        device_ring = DeviceRing(ring, self.job.device)
+        self.link.send(RingReady(device_ring.handle()))
+        return device_ring
+
+    def _await_matrices(self) -> TargetFacts | None:
+        self.link.phase("waiting for the target")
+        message = self.link.receive()
+        return message.target if isinstance(message, Matrices) else None
+
+    def _trainer(
+        self, drafter: Drafter, source: BatchSource, parallel: Parallel, embedding: Tensor, head: Tensor, target: str
+    ) -> Trainer:
+        job, config = self.job, self.job.config
+        trainer = Trainer(
+            drafter,
+            source,
+            config.train,
+            parallel=parallel,
+            settings=step_settings(job),
+            total_steps=job.total_steps,
+            embedding=embedding,
+            head=head,
+            folder=job.checkpoints,
+            on_log=lambda values: self.link.send(Log(values)),
+            on_save=lambda seconds: self.link.send(Saved(trainer.progress.step, seconds)),
+            provenance={**job.identity, "target": config.target.model, "target_fingerprint": target},
+        )
+        if job.checkpoint is not None:
+            trainer.resume(job.checkpoint)
+        return trainer
+
+    def _train(self, trainer: Trainer, flush: Callable[[], None]) -> None:
+        self.link.phase("working")
+        try:
+            finished = trainer.run()
+        except (DivergedError, ArithmeticError) as error:
+            raise UserError(f"the run stopped: {error}") from error
+        flush()
+        self.link.send(Ended(trainer.progress.step, finished))
+
+
+def step_settings(job: Job) -> StepSettings:
+    config = job.config
+    return StepSettings(
+        anchors=config.anchors,
+        gamma=resolve_gamma(config.train.gamma, job.spec.block_size),
+        seed=config.seed,
+        dtype=getattr(torch, config.train.dtype),
+    )
+
+
+def starting_drafter(checkpoint: Checkpoint | None, job: DrafterJob) -> Drafter:
+    """Weights of the checkpoint, or the seed's: the same on every rank."""
+    if checkpoint is not None:
+        return load_drafter(checkpoint).to(job.device)
+    drafter = Drafter(job.spec)
+    initialise(drafter, job.config.seed)
+    return drafter.to(job.device)
+
+
+@contextmanager
+def parallel_ranks(job: DrafterJob) -> Iterator[Parallel]:
+    """Joins the ranks of the drafter for as long as they train."""
+    if job.ranks == 1:
+        yield Alone()
+        return
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no other interface is needed, or asked for a name
+    backend = "nccl" if job.device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{job.rendezvous}", rank=job.rank, world_size=job.ranks)
+    try:
+        yield FullySharded() if job.config.parallel == "fsdp" else DataParallel()
+    finally:
+        dist.destroy_process_group()

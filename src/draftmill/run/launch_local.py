@@ -1,0 +1,90 @@
+"""Worker processes of this host, as the supervisor sees them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from draftmill.run.link import Link, work
+from draftmill.run.messages import Beat, Broken, Phase
+
+_spawned = multiprocessing.get_context("spawn")  # never forked: CUDA and threads do not survive a fork
+
+
+class Body(Protocol):
+    """A worker's work: made in its own process from the link and its job."""
+
+    def __init__(self, link: Link, job: Any) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class Worker:
+    """A process, its line, and what it said last. Times are of `time.monotonic`."""
+
+    def __init__(self, name: str, body: type[Body], job: Any) -> None:
+        self.name = name
+        self.phase, self.since = "starting", time.monotonic()
+        self.beat = Beat(0, 0.0, 0.0)
+        self.heard = self.moved = time.monotonic()
+        self.broken: Broken | None = None
+        self.connection, theirs = _spawned.Pipe()
+        self.process = _spawned.Process(target=_main, args=(theirs, os.getpid(), body, job), name=f"draftmill {name}")
+        self.process.start()
+        theirs.close()
+
+    def send(self, message: Any) -> None:
+        """To a worker that has just died nothing is sent: its end is noticed elsewhere."""
+        try:
+            self.connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def messages(self) -> list[Any]:
+        """All that has come. Phases, beats and last words are noted here and also returned."""
+        came: list[Any] = []
+        try:
+            while self.connection.poll():
+                came.append(self.connection.recv())
+                self._note(came[-1])
+        except (EOFError, ConnectionResetError, OSError):  # it is gone; its end is noticed by the sentinel
+            pass
+        return came
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process, and wait until it is gone: it writes nowhere any more."""
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.close()
+
+    def end(self) -> str:
+        """Why a dead worker died, in words."""
+        if self.broken is not None:
+            return self.broken.reason
+        code = self.process.exitcode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+
+    def _note(self, message: Any) -> None:
+        now = time.monotonic()
+        self.heard = now
+        if isinstance(message, Phase):
+            self.phase, self.since, self.moved = message.name, now, now
+        elif isinstance(message, Beat):
+            self.moved = now if message.progress != self.beat.progress else self.moved
+            self.beat = message
+        elif isinstance(message, Broken):
+            self.broken = message
+
+
+def _main(connection: Connection, supervisor: int, body: type[Body], job: Any) -> None:
+    work(connection, supervisor, lambda link: body(link, job).run())

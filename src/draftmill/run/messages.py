@@ -1,0 +1,180 @@
+"""What supervisor and workers tell each other. Small, immutable, picklable; hidden states never travel this way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+# --- to a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """To a target: compute batch `index` into `slot` of the pool of `rank`."""
+
+    lease: int
+    index: int
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """To a target: write embedding and head into the shared matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """To a target: handles of the slots in the drafters' device memory, by rank."""
+
+    handles: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """To a target: decode some prompts with the checkpoint at `path`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """To a drafter: embedding and head are in the shared memory. What the target said of itself comes along."""
+
+    target: TargetFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """To a drafter: batch `index` is in `slot`."""
+
+    index: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class MayBegin:
+    """To an inline rank: optimizer steps below `steps` may be begun."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Save and end. To drafters: after `steps` whole steps."""
+
+    steps: int = 0
+
+
+# --- from a worker
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a loaded target says of itself. tied: embedding and head are one matrix."""
+
+    fingerprint: str
+    isolation: str
+    tied: bool
+    rows: int
+    hidden_size: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the worker does from now on."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life. progress: a counter that moves with the work. busy, waiting: seconds so far in steady state."""
+
+    progress: int
+    busy: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    facts: TargetFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Embedding and head are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The states of a lease are in their slot."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A lease's batch could not be computed."""
+
+    lease: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RingReady:
+    """A drafter's slots lie in its device's memory; this handle opens them."""
+
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An inline rank begins an optimizer step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A drafter is done with a batch."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A drafter has saved its last step and leaves. finished: the schedule was completed."""
+
+    step: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Outcome of the decode check: the record for the status file, and the line for the console."""
+
+    result: dict[str, Any] | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The worker's last word. user_error: the reason is the user's to mend, and starting anew would not help."""
+
+    reason: str
+    user_error: bool
+    traceback: str = ""

@@ -1,0 +1,120 @@
+"""Where the training loop's batches come from: a target in the same process, or slots that other processes fill."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from draftmill.data.plan import BatchPlan
+from draftmill.handoff.interface import Reader, Transfer
+from draftmill.handoff.memory import MemoryRing
+from draftmill.records import HiddenBatch
+from draftmill.run.link import Link
+from draftmill.run.messages import Batch, Begun, MayBegin, Released, Stop
+from draftmill.target.capture import Target
+from draftmill.target.reuse import ReusedStates
+
+
+class InlineSource:
+    """Computes a batch's states when the drafter asks for it. may_take: False when the run is to end before a batch."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        target: Target,
+        ring: MemoryRing,
+        reuse: ReusedStates,
+        *,
+        may_take: Callable[[int], bool],
+        on_release: Callable[[int], None],
+    ) -> None:
+        self._plan, self._target, self._ring, self._reuse = plan, target, ring, reuse
+        self._may_take, self._on_release = may_take, on_release
+
+    def take(self, index: int) -> HiddenBatch | None:
+        if not self._may_take(index):
+            return None
+        batch, features = self._plan.batch(index), self._ring.begin(0)
+        if not self._reuse.load(batch.bin, features):
+            self._target.capture(batch, features)
+            self._reuse.keep(batch.bin, features[: batch.tokens])
+        return HiddenBatch(batch, features, self._target.fingerprint, self._target.taps)
+
+    def release(self, index: int) -> None:
+        self._on_release(index)
+
+
+class StepGate:
+    """Lets an inline rank begin a step only when the supervisor has allowed it to all ranks: so all end at the same."""
+
+    def __init__(self, link: Link, batches_per_step: int) -> None:
+        self._link, self._batches_per_step = link, batches_per_step
+        self._allowed, self._begun, self._stopped = 0, -1, False
+
+    def __call__(self, index: int) -> bool:
+        step = index // self._batches_per_step
+        if step > self._begun:
+            self._begun = step
+            self._link.send(Begun(step))
+        while self._link.pending() or (step >= self._allowed and not self._stopped):
+            message = self._link.receive(idle=True)
+            if isinstance(message, MayBegin):
+                self._allowed = max(self._allowed, message.steps)
+            elif isinstance(message, Stop):
+                self._stopped = True
+        self._link.moved()
+        return step < self._allowed
+
+
+class QueuedSource:
+    """Batches that the supervisor announces, in index order, each in a slot of this rank."""
+
+    def __init__(
+        self, link: Link, plan: BatchPlan, reader: Reader, *, batches_per_step: int, fingerprint: str, taps: tuple[int, ...]
+    ) -> None:
+        self._link, self._plan, self._reader = link, plan, reader
+        self._batches_per_step, self._fingerprint, self._taps = batches_per_step, fingerprint, taps
+        self._announced: dict[int, int] = {}  # index → slot
+        self._using: deque[tuple[int, Transfer]] = deque()  # released by the loop, still read by the device
+        self._end: int | None = None  # first batch that is not to be trained any more
+        self._taken = 0.0
+
+    def take(self, index: int) -> HiddenBatch | None:
+        while index not in self._announced and (self._end is None or index < self._end):
+            if not self._link.pending():
+                self._give_back(all_of_them=True)
+            self._hear(self._link.receive(idle=self._taken > 0))
+        while self._link.pending():
+            self._hear(self._link.receive())
+        self._give_back(all_of_them=False)
+        if self._end is not None and index >= self._end:
+            return None
+        self._taken = time.perf_counter()
+        features = self._reader.features(self._announced[index])
+        return HiddenBatch(self._plan.batch(index), features, self._fingerprint, self._taps)
+
+    def release(self, index: int) -> None:
+        self._using.append((index, self._reader.done(self._announced.pop(index))))
+        self._give_back(all_of_them=False)
+        self._link.moved(time.perf_counter() - self._taken)
+
+    def flush(self) -> None:
+        """Give back what is still held. At the end of the run."""
+        self._give_back(all_of_them=True)
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, Batch):
+            self._announced[message.index] = message.slot
+            self._reader.fetch(message.slot)
+        elif isinstance(message, Stop):
+            self._end = message.steps * self._batches_per_step
+
+    def _give_back(self, *, all_of_them: bool) -> None:
+        while self._using:
+            index, transfer = self._using[0]
+            if not (all_of_them or transfer.ready()):
+                return
+            transfer.wait()
+            self._using.popleft()
+            self._link.send(Released(index))

@@ -1,0 +1,371 @@
+"""Sees a run of several processes through: gives out work, listens, replaces what dies, and ends everything it began.
+
+One loop, driven by what the workers say and by their ends; it sleeps in between. It holds no tensors.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from draftmill.errors import UserError
+from draftmill.run.coordinator import Coordinator
+from draftmill.run.drafters import DrafterGroup
+from draftmill.run.launch_local import Worker
+from draftmill.run.ledger import Ledger
+from draftmill.run.messages import (
+    Batch,
+    Beat,
+    Begun,
+    Check,
+    Checked,
+    Done,
+    Ended,
+    Failed,
+    Loaded,
+    Log,
+    Matrices,
+    MayBegin,
+    Phase,
+    Released,
+    RingReady,
+    Rings,
+    Saved,
+    Share,
+    Shared,
+    Stop,
+    TargetFacts,
+    Work,
+)
+from draftmill.run.targets import Seat, TargetGroup
+from draftmill.run.waits import Waits
+
+LEASES = 2  # per target: one at work, one that it can begin without asking
+TICK_SECONDS = 0.5  # how late the loop may notice a signal, a pause that is over or a silent worker
+MAX_FAILURES = 3  # of one batch
+STOP_SECONDS = 25.0  # for the drafters to finish their step and save
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the supervisor tells the run. log: rank 0's values of an interval and the waits in it. target_loaded: may
+    raise, for another target than before. rewound: to a step, after the drafters were lost. changed: who does what."""
+
+    log: Callable[[dict[str, Any]], None]
+    saved: Callable[[float], None]
+    target_loaded: Callable[[TargetFacts, str], None]
+    rewound: Callable[[int], None]
+    changed: Callable[[dict[str, Any]], None]
+    checked: Callable[[Checked | None], None]
+    began: Callable[[], None]
+    say: Callable[[str], None]
+
+
+class Supervisor:
+    """targets: None where the ranks run the target themselves; then there is no coordinator either."""
+
+    def __init__(
+        self,
+        *,
+        targets: TargetGroup | None,
+        drafters: DrafterGroup,
+        coordinator: Coordinator | None,
+        ledger: Ledger,
+        batches_per_step: int,
+        lease_seconds: float,
+        hang_seconds: float,
+        check: bool,
+        asked_to_stop: Callable[[], bool],
+        hooks: Hooks,
+    ) -> None:
+        self.targets, self.drafters, self.coordinator, self.ledger = targets, drafters, coordinator, ledger
+        self.batches_per_step, self.check = batches_per_step, check
+        self.lease_seconds, self.hang_seconds = lease_seconds, hang_seconds
+        self.asked_to_stop, self.hooks = asked_to_stop, hooks
+        self.facts: TargetFacts | None = None  # once embedding and head are in the shared memory
+        self.waits = Waits()
+        self._sharing: str | None = None
+        self._supplied = 0  # generation of drafters that has been told where embedding and head are
+        self._made_by: dict[int, str] = {}  # batch → target, until it is trained
+        self._stop_by: float | None = None
+        self._may_begin = 0
+        self._checked = False
+
+    def run(self) -> Ended:
+        """To the end of the schedule or to a stop. Whatever happens, no process is left."""
+        try:
+            self.drafters.start()
+            while not self.drafters.all_ended:
+                self._turn()
+            self._decode_check()
+            return self.drafters.outcome()
+        finally:
+            self._end_all()
+
+    def _turn(self) -> None:
+        if self.targets is not None:
+            self.targets.start_due()
+        self._listen()
+        self._mind_the_time()
+        self._distribute()
+
+    # --- listening
+
+    def _workers(self) -> list[Worker]:
+        seats = [] if self.targets is None else self.targets.seats
+        return [seat.worker for seat in seats if seat.worker is not None] + list(self.drafters.living)
+
+    def _listen(self) -> None:
+        workers = self._workers()
+        handles: list[Any] = [w.connection for w in workers] + [w.process.sentinel for w in workers]
+        ready = wait(handles, timeout=TICK_SECONDS)
+        for worker in workers:
+            if worker.connection in ready or worker.process.sentinel in ready:
+                gone = not worker.process.is_alive()  # asked before reading, so that its last words are read
+                for message in worker.messages():
+                    self._hear(worker, message)
+                if gone:
+                    self._lost(worker)
+
+    def _hear(self, worker: Worker, message: Any) -> None:
+        match message:
+            case Beat():
+                if self.coordinator is not None:
+                    self.coordinator.renew(worker.name, time.monotonic())
+            case Done() | Failed():
+                self._result(worker, message)
+            case Loaded(facts):
+                self._loaded(worker, facts)
+            case Shared():
+                assert self.targets is not None and (seat := self.targets.seat_of(worker)) is not None
+                self.facts, self._sharing = self._facts_of[seat.name], None
+            case RingReady() | Released() | Begun() | Log() | Saved() | Ended():
+                self._hear_drafter(worker, message)
+            case Checked():
+                self._checked = True
+                self.hooks.checked(message)
+            case Phase():
+                self.hooks.changed(self.state())
+
+    def _hear_drafter(self, worker: Worker, message: Any) -> None:
+        if not self.drafters.has(worker):
+            return  # of an earlier generation
+        match message:
+            case RingReady(handle):
+                self.drafters.handles[worker.name] = handle
+                self._give_rings()
+            case Released(index):
+                rank = self.drafters.rank_of(worker)
+                if self.coordinator is not None:
+                    self.coordinator.release(rank, index)
+                self.ledger.trained(index, rank, self._made_by.pop(index, None))
+            case Begun(step):
+                self._allow(step + 2)
+            case Log(values):
+                self.hooks.log({**values, "waits": self._read_waits()})
+            case Saved(step, seconds):
+                self.drafters.saved(step)
+                self.hooks.saved(seconds)
+            case Ended():
+                self.drafters.ended[worker.name] = message
+
+    # --- targets
+
+    def _loaded(self, worker: Worker, facts: TargetFacts) -> None:
+        self.hooks.target_loaded(facts, worker.name)
+        if self.targets is None:
+            return
+        seat = self.targets.seat_of(worker)
+        assert seat is not None
+        seat.loaded = True
+        self._facts_of[seat.name] = facts
+        if self.facts is None and self._sharing is None:
+            self._sharing = seat.name
+            worker.send(Share())
+        self._give_rings([seat])
+
+    _facts_of: dict[str, TargetFacts]
+
+    def _result(self, worker: Worker, message: Done | Failed) -> None:
+        assert self.coordinator is not None and self.targets is not None
+        seat = self.targets.seat_of(worker)
+        if isinstance(message, Done):
+            if self.coordinator.complete(message.lease) and seat is not None:
+                seat.restarts = 0
+            return
+        failures = self.coordinator.fail(message.lease)
+        self.hooks.say(f"warning: {worker.name}: {message.reason} (try {failures} of {MAX_FAILURES})")
+        if failures >= MAX_FAILURES:
+            raise UserError(f"the run stopped: a batch failed {failures} times; {message.reason}")
+
+    def _give_rings(self, seats: list[Seat] | None = None) -> None:
+        """Handles of slots in the drafters' device memory, once all ranks have them."""
+        handles = self.drafters.all_handles()
+        if self.targets is not None and handles:
+            for seat in self.targets.working() if seats is None else seats:
+                assert seat.worker is not None
+                seat.worker.send(Rings(handles))
+
+    def _distribute(self) -> None:
+        if self.coordinator is None or self.targets is None:
+            self._allow(self.drafters.start_step + 1)
+            return
+        if self.drafters.rings_wanted and not self.drafters.all_handles():
+            return
+        for round_ in range(LEASES):  # one for everybody before a second for anybody
+            for seat in self.targets.working():
+                if self.coordinator.outstanding(seat.name) <= round_:
+                    self._grant(seat)
+        self._supply()
+
+    def _grant(self, seat: Seat) -> None:
+        assert self.coordinator is not None and seat.worker is not None
+        if lease := self.coordinator.grant(seat.name, time.monotonic()):
+            self._made_by[lease.index] = seat.name
+            if self.coordinator.outstanding(seat.name) == 1:
+                seat.worker.moved = time.monotonic()  # it had nothing to do before
+            seat.worker.send(Work(lease.id, lease.index, lease.rank, lease.slot))
+
+    # --- drafters
+
+    def _supply(self) -> None:
+        if self.facts is None or self.coordinator is None:
+            return
+        if self._supplied != self.drafters.generation:
+            self._supplied = self.drafters.generation
+            self.drafters.tell(Matrices(self.facts))
+            self.hooks.began()
+        for delivery in self.coordinator.deliver():
+            self.drafters.workers[delivery.rank].send(Batch(delivery.index, delivery.slot))
+
+    def _allow(self, steps: int) -> None:
+        """Inline ranks: all may begin the steps below `steps`."""
+        if self.targets is None and steps > self._may_begin and self._stop_by is None:
+            if self._may_begin == 0:
+                self.hooks.began()
+            self._may_begin = steps
+            self.drafters.tell(MayBegin(steps))
+
+    def _lost(self, worker: Worker) -> None:
+        if self.coordinator is not None and self.targets is not None and (seat := self.targets.seat_of(worker)):
+            self.coordinator.died(seat.name)
+            self._sharing = None if self._sharing == seat.name else self._sharing
+            self.targets.lost(seat)
+            self._share_again()
+        elif self.drafters.has(worker) and not self.drafters.gone(worker):
+            self._restart_drafters(f"{worker.name}: {worker.end()}")
+        self.hooks.changed(self.state())
+
+    def _share_again(self) -> None:
+        """The target that was to write embedding and head is gone: another one does it."""
+        assert self.targets is not None
+        if self.facts is None and self._sharing is None and (ready := self.targets.working()):
+            self._sharing = ready[0].name
+            assert ready[0].worker is not None
+            ready[0].worker.send(Share())
+
+    def _restart_drafters(self, reason: str) -> None:
+        """One rank cannot go on without the others: all start anew from the last checkpoint."""
+        if self._stop_by is not None:
+            raise UserError(f"a drafter ended while the run was stopping ({reason}); the last checkpoint is complete")
+        step = self.drafters.restart(reason)
+        first = step * self.batches_per_step
+        if self.coordinator is not None:
+            self.coordinator.rewind(first)
+        self.ledger.rewound(first, reason)
+        self._may_begin = 0
+        self.hooks.rewound(step)
+        self.hooks.say(f"warning: the drafter ended ({reason}); it goes on from step {step}")
+
+    # --- time
+
+    def _mind_the_time(self) -> None:
+        now = time.monotonic()
+        if self.asked_to_stop() and self._stop_by is None:
+            self._stop_by = now + STOP_SECONDS
+            self.drafters.tell(Stop(self._last_step()))
+        if self._stop_by is not None and now > self._stop_by:
+            raise UserError(
+                f"the drafter did not finish its step and save within {STOP_SECONDS:g} s of being asked to stop; the "
+                "last checkpoint is complete"
+            )
+        self._mind_silence(now)
+
+    def _last_step(self) -> int:
+        return self._may_begin if self.coordinator is None else self.coordinator.stop()
+
+    def _mind_silence(self, now: float) -> None:
+        if self.coordinator is not None:
+            for lease in self.coordinator.expire(now):
+                self.hooks.say(
+                    f"warning: {lease.worker} has been silent for {self.lease_seconds:g} s; batch {lease.index} goes "
+                    "to another target"
+                )
+        in_the_way = set() if self.coordinator is None else self.coordinator.blocking()
+        for worker in self._workers():
+            silent, still = now - worker.heard, now - worker.moved
+            hung = still > self.hang_seconds and self._has_work(worker)
+            if worker.name in in_the_way or silent > 2 * self.lease_seconds or hung:
+                what = f"has done nothing for {still:.0f} s" if hung else f"has been silent for {silent:.0f} s"
+                self.hooks.say(f"warning: {worker.name} {what} (last phase: {worker.phase}) and is killed")
+                worker.kill()  # its end is noticed like any other
+
+    def _has_work(self, worker: Worker) -> bool:
+        if self.drafters.has(worker) or self.coordinator is None:
+            return worker.phase == "working" and self.coordinator is None
+        return self.coordinator.outstanding(worker.name) > 0
+
+    # --- ends
+
+    def _decode_check(self) -> None:
+        """With the target that is still there; the drafters are gone."""
+        outcome = self.drafters.outcome()
+        if not self.check or (self.asked_to_stop() and not outcome.finished) or self._checked:
+            return
+        ready = self.targets.working() if self.targets is not None else []
+        if not ready:
+            return
+        seat = ready[0]
+        assert seat.worker is not None
+        self.hooks.changed({**self.state(), "phase": "checking"})
+        seat.worker.send(Check(str(self.drafters.checkpoints)))
+        while not self._checked and seat.worker is not None and seat.worker.process.is_alive():
+            self._listen()
+        if not self._checked:
+            self.hooks.checked(None)
+
+    def _end_all(self) -> None:
+        for kind in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C must not leave a process behind
+            signal.signal(kind, signal.SIG_IGN)
+        workers = self._workers()
+        for worker in workers:
+            worker.kill()
+            worker.close()
+        self.drafters.clean()
+        self.ledger.close()
+
+    # --- what it looks like
+
+    def state(self) -> dict[str, Any]:
+        """For the status file: each worker's phase and since when (seconds ago), and the queue."""
+        now = time.monotonic()
+        workers = {
+            worker.name: {"phase": worker.phase, "seconds": round(now - worker.since, 1)} for worker in self._workers()
+        }
+        queue = None if self.coordinator is None else self.coordinator.in_flight
+        return {"workers": workers, "slots_in_use": queue, "restarts": self._restarts()}
+
+    def _restarts(self) -> int:
+        return self.drafters.restarts + (0 if self.targets is None else self.targets.restarts)
+
+    def _read_waits(self) -> dict[str, Any]:
+        targets = [] if self.targets is None else [s.worker for s in self.targets.seats if s.worker is not None]
+        return {
+            "targets_wait": self.waits.share("targets", targets),
+            "drafters_wait": self.waits.share("drafters", list(self.drafters.living)),
+            "slots_in_use": None if self.coordinator is None else self.coordinator.in_flight,
+        }

@@ -1,0 +1,157 @@
+"""A target's process: lease → forward → slot → done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftmill.config import RunConfig
+from draftmill.data.plan import BatchPlan
+from draftmill.data.prepared import PreparedSet
+from draftmill.drafter.config import DrafterSpec
+from draftmill.handoff.device import device_writers
+from draftmill.handoff.interface import Transfer, Writer
+from draftmill.handoff.matrices import SharedMatrices, is_tied
+from draftmill.handoff.shared import SharedRing, shared_writers
+from draftmill.records import TokenBatch
+from draftmill.run.link import Link
+from draftmill.run.messages import Check, Checked, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
+from draftmill.target.capture import Target
+from draftmill.target.checks import StateCheck
+from draftmill.target.reuse import ReusedStates
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A batch on its way into its slot. check: None where its states were verified before."""
+
+    work: Work
+    batch: TokenBatch
+    features: Tensor
+    check: StateCheck | None
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker is told at its start. threads: CPU threads it may use. cores: of its share of the host."""
+
+    config: RunConfig
+    spec: DrafterSpec
+    device: str
+    threads: int
+
+    def prepare_process(self) -> BatchPlan:
+        """Threads and device for this process alone; returns the plan of batches, which is the same in every worker."""
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self.threads))
+        torch.set_num_threads(self.threads)
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.device)
+        prepared = PreparedSet.open(self.config.data.prepared)
+        return BatchPlan(prepared, self.config.data.token_budget, self.config.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetJob(Job):
+    """ring: the slots in host memory; None where they lie in the drafters' devices (then their handles come later)."""
+
+    targets: int
+    ring: SharedRing | None
+    matrices: SharedMatrices
+
+
+class TargetWorker:
+    """Answers one message after another. A batch's bytes may still be on their way while the next one is computed."""
+
+    def __init__(self, link: Link, job: TargetJob) -> None:
+        self.link, self.job = link, job
+        link.phase("loading")
+        started = time.perf_counter()
+        self.plan = job.prepare_process()
+        self.target = Target(job.config.target, job.spec.taps, device=job.device)
+        self.reuse = ReusedStates(int(job.config.target.reuse_states_gb * 1e9 / job.targets))
+        self.writers: list[Writer] = [] if job.ring is None else list(shared_writers(job.ring, job.device))
+        self._moving: Moving | None = None
+        self._steady = False
+        link.send(Loaded(facts_of(self.target, time.perf_counter() - started)))
+
+    def run(self) -> None:
+        self.link.phase("working")
+        while not isinstance(message := self._next(), Stop):
+            if isinstance(message, Work):
+                self._compute(message)
+            elif isinstance(message, Share):
+                self.job.matrices.write(self.target.embedding, self.target.head)
+                self.link.send(Shared())
+            elif isinstance(message, Rings):
+                self.writers = list(device_writers(list(message.handles), self.job.device))
+            elif isinstance(message, Check):
+                self.link.send(check_by_decoding(self.job, self.target, self.plan, Path(message.path)))
+
+    def _next(self) -> Any:
+        if not self.link.pending():
+            self._land()
+        return self.link.receive(idle=self._steady)
+
+    def _compute(self, work: Work) -> None:
+        """Begin the batch, then see the one before it arrive: the device is never without work for that."""
+        started = time.perf_counter()
+        self._steady = True
+        batch, writer = self.plan.batch(work.index), self.writers[work.rank]
+        features = writer.begin(work.slot)
+        try:
+            check = None if self.reuse.load(batch.bin, features) else self.target.begin(batch, features)
+        except Exception as error:
+            names = ", ".join(map(str, batch.documents[:8])) + (" …" if len(batch.documents) > 8 else "")
+            reason = f"{type(error).__name__} in the target's forward of batch {batch.index} (documents {names}): {error}"
+            self.link.send(Failed(work.lease, reason))
+            raise  # the device may be in any state: a new process goes on
+        transfer = writer.end(work.slot)
+        self._land()
+        self._moving = Moving(work, batch, features, check, transfer)
+        if transfer.ready():
+            self._land()
+        self.link.moved(time.perf_counter() - started)
+
+    def _land(self) -> None:
+        """The batch on its way has arrived: verify and report it."""
+        if self._moving is None:
+            return
+        moving, self._moving = self._moving, None
+        moving.transfer.wait()
+        try:
+            if moving.check is not None:
+                moving.check.verify()
+                self.reuse.keep(moving.batch.bin, moving.features[: moving.batch.tokens])
+        except ArithmeticError as error:
+            self.link.send(Failed(moving.work.lease, str(error)))
+        else:
+            self.link.send(Done(moving.work.lease))
+
+
+
+def facts_of(target: Target, seconds: float = 0.0) -> TargetFacts:
+    """What supervisor and drafters must know of a loaded target. seconds: that loading took."""
+    rows, hidden = target.embedding.shape
+    return TargetFacts(
+        target.fingerprint, target.isolation, is_tied(target.embedding, target.head), rows, hidden, seconds
+    )
+
+
+def check_by_decoding(job: Job, target: Target, plan: BatchPlan, path: Path) -> Checked:
+    """A short real decode with the checkpoint at `path`: does decoding accept what training promises?"""
+    from draftmill.data.tokenizer import load_tokenizer
+    from draftmill.run.decode_check import decode_check, describe
+    from draftmill.train.checkpoint import load_drafter, open_checkpoint
+
+    drafter = load_drafter(open_checkpoint(path)).to(job.device)
+    tokenizer = load_tokenizer(job.config.target.model)
+    result = decode_check(target, drafter, plan.prepared, tokenizer, job.config.decode_check_prompts)
+    return Checked(None if result is None else result.to_dict(), describe(result))

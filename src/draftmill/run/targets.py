@@ -1,0 +1,75 @@
+"""The target workers as a group: started, started anew with growing pauses when they end, given up on at a limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftmill.errors import UserError
+from draftmill.run.launch_local import Worker
+from draftmill.run.target_worker import TargetJob, TargetWorker
+
+MAX_RESTARTS = 5  # in a row, without a batch in between
+FIRST_PAUSE_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """One target's place. restarts: in a row. start_at: when to start anew, of `time.monotonic`. given_up: why."""
+
+    name: str
+    job: TargetJob
+    worker: Worker | None = None
+    loaded: bool = False
+    restarts: int = 0
+    start_at: float = 0.0
+    given_up: str | None = None
+
+
+class TargetGroup:
+    def __init__(self, jobs: list[TargetJob], say: Callable[[str], None]) -> None:
+        self.seats = [Seat(f"target-{number}", job) for number, job in enumerate(jobs)]
+        self.restarts = 0
+        self._say = say
+
+    def start_due(self) -> None:
+        """Start every seat that has no worker and whose pause is over."""
+        for seat in self.seats:
+            if seat.worker is None and seat.given_up is None and time.monotonic() >= seat.start_at:
+                seat.worker, seat.loaded = Worker(seat.name, TargetWorker, seat.job), False
+
+    def seat_of(self, worker: Worker) -> Seat | None:
+        return next((seat for seat in self.seats if seat.worker is worker), None)
+
+    def working(self) -> list[Seat]:
+        """Seats whose target is loaded."""
+        return [seat for seat in self.seats if seat.worker is not None and seat.loaded]
+
+    def lost(self, seat: Seat) -> None:
+        """Its process is gone. Raises UserError when nothing would be gained by another try."""
+        assert seat.worker is not None
+        reason, broken = seat.worker.end(), seat.worker.broken
+        seat.worker.close()
+        seat.worker = None
+        if broken is not None and broken.user_error:
+            raise UserError(reason)
+        if broken is not None:
+            self._say(broken.traceback.rstrip())
+        seat.restarts += 1
+        self.restarts += 1
+        if seat.restarts > MAX_RESTARTS:
+            self._give_up(seat, reason)
+            return
+        pause = FIRST_PAUSE_SECONDS * 2.0 ** (seat.restarts - 1)
+        seat.start_at = time.monotonic() + pause
+        self._say(f"warning: {seat.name} ended ({reason}); its batches go to others, it starts anew in {pause:g} s")
+
+    def _give_up(self, seat: Seat, reason: str) -> None:
+        seat.given_up = reason
+        if all(other.given_up for other in self.seats):
+            raise UserError(f"the run stopped: no target is left; {seat.name} ended {MAX_RESTARTS + 1} times: {reason}")
+        self._say(
+            f"warning: {seat.name} ended {MAX_RESTARTS + 1} times in a row ({reason}) and is given up; the run goes on "
+            "with the others, more slowly"
+        )
