@@ -16,7 +16,6 @@ from draftmill.handoff.config import HandoffConfig
 from draftmill.target.config import TargetConfig
 from draftmill.train.config import TrainConfig
 
-
 Devices = tuple[str, ...]
 
 

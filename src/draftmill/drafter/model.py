@@ -21,7 +21,6 @@ KeyValues = tuple[Tensor, Tensor]  # keys [L, Hkv, D] after norm and RoPE, value
 Rotation = tuple[Tensor, Tensor]  # cos, sin, each [L, 1, D]
 
 
-
 class Context(NamedTuple):
     """The context before a layer's projections: states C [T, H] and the rotation of its positions."""
 

@@ -22,7 +22,7 @@ class EventTransfer:
         self._event = event
 
     def ready(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -40,8 +40,8 @@ class Staging:
 
 
 class DeviceWriter:
-    """A target on a GPU: the taps write a staging buffer; a copy stream brings it into the slot, which may lie in pinned
-    host memory or on another GPU. All pools of a target share its staging buffers."""
+    """A target on a GPU: the taps write a staging buffer; a copy stream brings it into the slot, which may lie in
+    pinned host memory or on another GPU. All pools of a target share its staging buffers."""
 
     def __init__(self, slots: list[Tensor], staging: Staging) -> None:
         self._slots, self._staging = slots, staging
@@ -75,7 +75,7 @@ class DeviceWriter:
 
 
 class DeviceReader:
-    """A drafter on a GPU whose slots lie in pinned host memory: each is copied to one of two buffers before its turn."""
+    """A drafter on a GPU whose slots lie in pinned host memory: each is copied to one of two buffers in time."""
 
     def __init__(self, slots: list[Tensor], device: str) -> None:
         self._slots = slots

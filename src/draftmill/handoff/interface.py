@@ -1,7 +1,7 @@
 """What a hand-off is, whatever carries it: slots that a target writes and a drafter reads.
 
-Which batch is in which slot, and when a slot is free again, is the coordinator's business: a slot is reserved before the
-target runs, so the oldest missing batch always has a place to land, and memory is bounded by `slots × slot_bytes`.
+Which batch is in which slot, and when a slot is free again, is the coordinator's business: a slot is reserved before
+the target runs, so the oldest missing batch always has a place to land, and memory is bounded by `slots × slot_bytes`.
 Nothing here is allocated per batch.
 
 Legend: T token budget, W features per token (taps × hidden size).

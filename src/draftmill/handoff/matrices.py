@@ -12,7 +12,7 @@ from draftmill.handoff.shared import SharedMemory
 
 
 class SharedMatrices:
-    """Room for embedding and head, both [V, H]. Pages that are never written (the head of a tied target) cost nothing."""
+    """Room for embedding and head, both [V, H]. Pages never written (the head of a tied target) cost nothing."""
 
     def __init__(self, rows: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.rows, self.hidden_size, self.dtype = rows, hidden_size, dtype

@@ -57,7 +57,7 @@ class SharedMemory:
 
     def pin(self) -> None:
         """Page-lock this process's mapping, so that copies to and from its GPU run beside the arithmetic."""
-        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)  # type: ignore[attr-defined]
+        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)
         if int(error) != 0:
             raise RuntimeError(f"cannot page-lock {self.size / 1e9:.1f} GB of shared memory (CUDA error {int(error)})")
 
@@ -96,7 +96,8 @@ class SharedRing:
     def slot(self, rank: int, slot: int) -> Tensor:
         """features [T, W] of one slot."""
         shape = self.shape
-        assert 0 <= rank < shape.ranks and 0 <= slot < shape.slots, f"no slot {slot} of rank {rank}"
+        assert rank < shape.ranks, f"no rank {rank}"
+        assert slot < shape.slots, f"no slot {slot}"
         offset = (rank * shape.slots + slot) * shape.stride
         return self.memory.tensor(offset, (shape.token_budget, shape.width), shape.dtype)
 

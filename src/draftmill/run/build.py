@@ -15,26 +15,36 @@ from draftmill.data.tokenizer import load_tokenizer
 from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
+from draftmill.run.placement import Placement, default_slots, settle
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
 from draftmill.target.shape import load_config, read_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """mask_origin: where the mask token comes from. total_steps: optimizer steps of the whole schedule."""
+    """mask_origin: where the mask token comes from. total_steps: optimizer steps of the whole schedule. slots: for each
+    drafter rank."""
 
     prepared: PreparedSet
     plan: BatchPlan
     tokenizer: Any
     spec: DrafterSpec
     mask_origin: str
-    device: str
+    placement: Placement
+    slots: int
     total_steps: int
+
+    @property
+    def width(self) -> int:
+        """Features per token: taps × hidden size."""
+        return len(self.spec.taps) * self.spec.hidden_size
 
 
 def build(config: RunConfig) -> Built:
     """Open the data, read the target's config and tokenizer, settle the drafter; UserError for what cannot be."""
-    device = choose_device(config.device)
+    placement = settle(config.devices, config.train.accumulation)
+    if config.parallel == "fsdp" and placement.ranks == 1:
+        raise UserError("parallel: fsdp spreads the drafter over several ranks, but devices names one; add devices")
     prepared = PreparedSet.open(config.data.prepared)
     shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
     tokenizer = load_tokenizer(config.target.model)
@@ -44,7 +54,8 @@ def build(config: RunConfig) -> Built:
     plan = BatchPlan(prepared, config.data.token_budget, config.seed)
     steps = max(1, config.train.epochs * plan.batches_per_epoch // config.train.accumulation)
     total = min(steps, config.train.max_steps or steps)
-    return Built(prepared, plan, tokenizer, spec, origin, device, total)
+    slots = 1 if placement.inline else config.handoff.slots or default_slots(placement)
+    return Built(prepared, plan, tokenizer, spec, origin, placement, slots, total)
 
 
 def identity(config: RunConfig, built: Built) -> dict[str, Any]:
@@ -65,7 +76,7 @@ def announce(config: RunConfig, built: Built) -> None:
     spec, plan = built.spec, built.plan
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Drafter(spec).parameters())
-    slot = config.data.token_budget * len(spec.taps) * spec.hidden_size * getattr(torch, config.target.dtype).itemsize
+    slot = config.data.token_budget * built.width * getattr(torch, config.target.dtype).itemsize
     print(dump_yaml(config), end="", flush=True)
     say(f"mask token: {spec.mask_token_id} ({built.mask_origin})")
     say(
@@ -76,9 +87,11 @@ def announce(config: RunConfig, built: Built) -> None:
         f"data: {len(built.prepared):,} documents in {plan.batches_per_epoch:,} batches of {plan.token_budget:,} "
         f"tokens, {plan.padding_share:.1%} padding, {plan.cut_documents:,} cut, {plan.left_out_documents:,} left out"
     )
+    say(f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors")
+    total = built.slots * built.placement.ranks
     say(
-        f"schedule: {built.total_steps:,} steps of {config.train.accumulation} × {config.anchors} anchors on "
-        f"{built.device}; hidden states: 1 slot × {slot / 1e6:.1f} MB"
+        f"devices: {built.placement.describe()}; hidden states: {total} slot{'s' if total != 1 else ''} × "
+        f"{slot / 1e6:.1f} MB = {total * slot / 1e9:.2f} GB"
     )
 
 

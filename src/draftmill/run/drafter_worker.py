@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftmill.drafter.model import Drafter, initialise
@@ -21,14 +20,12 @@ from draftmill.handoff.memory import MemoryRing
 from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
 from draftmill.run.link import Link
 from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
-from draftmill.run.resolve import resolve_gamma
 from draftmill.run.sources import InlineSource, QueuedSource, StepGate
-from draftmill.run.target_worker import Job, check_by_decoding, facts_of
+from draftmill.run.target_worker import Job, check_by_decoding, facts_of, step_settings
 from draftmill.target.capture import Target
 from draftmill.target.reuse import ReusedStates
 from draftmill.train.checkpoint import Checkpoint, load_drafter
 from draftmill.train.parallel import Alone, DataParallel, FullySharded, Parallel
-from draftmill.train.step import StepSettings
 from draftmill.train.trainer import DivergedError, Trainer
 
 
@@ -119,7 +116,7 @@ class DrafterWorker:
             source,
             config.train,
             parallel=parallel,
-            settings=step_settings(job),
+            settings=step_settings(config, job.spec),
             total_steps=job.total_steps,
             embedding=embedding,
             head=head,
@@ -140,16 +137,6 @@ class DrafterWorker:
             raise UserError(f"the run stopped: {error}") from error
         flush()
         self.link.send(Ended(trainer.progress.step, finished))
-
-
-def step_settings(job: Job) -> StepSettings:
-    config = job.config
-    return StepSettings(
-        anchors=config.anchors,
-        gamma=resolve_gamma(config.train.gamma, job.spec.block_size),
-        seed=config.seed,
-        dtype=getattr(torch, config.train.dtype),
-    )
 
 
 def starting_drafter(checkpoint: Checkpoint | None, job: DrafterJob) -> Drafter:

@@ -62,7 +62,7 @@ class DrafterGroup:
         self.workers = [Worker(f"drafter-{job.rank}", DrafterWorker, job) for job in jobs]
 
     def restart(self, reason: str) -> int:
-        """Kill what is left and start from the last checkpoint. Returns its step. Raises UserError when it is no use."""
+        """Kill what is left, start from the last checkpoint, return its step. UserError when it is no use."""
         broken = next((w.broken for w in self.workers if w.broken is not None), None)
         self._kill()
         if broken is not None and broken.user_error:
@@ -72,7 +72,9 @@ class DrafterGroup:
         self._in_a_row += 1
         self.restarts += 1
         if self._in_a_row > MAX_RESTARTS:
-            raise UserError(f"the run stopped: the drafter ended {MAX_RESTARTS + 1} times without a new checkpoint; {reason}")
+            raise UserError(
+                f"the run stopped: the drafter ended {MAX_RESTARTS + 1} times without a new checkpoint; {reason}"
+            )
         latest, _ = find_latest(self.checkpoints)
         self.jobs = [replace(job, checkpoint=latest) for job in self.jobs]
         self.start()

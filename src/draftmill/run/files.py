@@ -21,6 +21,7 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.provenance = root / "run.json"
         self.status = root / "status.json"
+        self.ledger = root / "ledger.jsonl"
         self.metrics = root / "metrics.jsonl"
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"

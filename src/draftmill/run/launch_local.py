@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -39,10 +40,8 @@ class Worker:
 
     def send(self, message: Any) -> None:
         """To a worker that has just died nothing is sent: its end is noticed elsewhere."""
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
     def messages(self) -> list[Any]:
         """All that has come. Phases, beats and last words are noted here and also returned."""

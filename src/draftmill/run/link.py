@@ -1,7 +1,8 @@
-"""A worker's end of its line to the supervisor: messages both ways, signs of life, and no life after the supervisor's."""
+"""A worker's end of its line to the supervisor: messages both ways, signs of life, and no life after its own."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -80,7 +81,7 @@ class Link:
 
 
 def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) -> None:
-    """Run a worker's `body` with its link; report how it broke, if it did. The main function of every worker process."""
+    """Run a worker's `body` with its link; report how it broke, if it did. Every worker process begins here."""
     die_with(supervisor)
     for kind in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes of a terminal; the supervisor decides
         signal.signal(kind, signal.SIG_IGN)
@@ -97,10 +98,8 @@ def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) 
 
 
 def _last_word(link: Link, message: Broken) -> None:
-    try:
+    with contextlib.suppress(SupervisorGone):
         link.send(message)
-    except SupervisorGone:
-        pass
     sys.exit(1)
 
 

@@ -42,12 +42,10 @@ class Placement:
         return f"targets on {', '.join(self.targets)}; drafter on {', '.join(self.drafters)}"
 
 
-def settle(devices: DevicesConfig, accumulation: int) -> Placement | None:
-    """The placement the config names, checked against the host. None: left to `auto` on a host with several GPUs."""
+def settle(devices: DevicesConfig, accumulation: int) -> Placement:
+    """The placement the config names, checked against the host, or one that suits it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices.inline is None and devices.targets is None:
-        if count > 1:
-            return None
         return Placement((), ("cuda:0" if count else "cpu",))
     placement = Placement(devices.targets or (), devices.inline or devices.drafters or ())
     for name in (*placement.targets, *placement.drafters):

@@ -71,7 +71,14 @@ class QueuedSource:
     """Batches that the supervisor announces, in index order, each in a slot of this rank."""
 
     def __init__(
-        self, link: Link, plan: BatchPlan, reader: Reader, *, batches_per_step: int, fingerprint: str, taps: tuple[int, ...]
+        self,
+        link: Link,
+        plan: BatchPlan,
+        reader: Reader,
+        *,
+        batches_per_step: int,
+        fingerprint: str,
+        taps: tuple[int, ...],
     ) -> None:
         self._link, self._plan, self._reader = link, plan, reader
         self._batches_per_step, self._fingerprint, self._taps = batches_per_step, fingerprint, taps

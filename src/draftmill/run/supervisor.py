@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from draftmill.errors import UserError
@@ -88,7 +88,8 @@ class Supervisor:
         self.asked_to_stop, self.hooks = asked_to_stop, hooks
         self.facts: TargetFacts | None = None  # once embedding and head are in the shared memory
         self.waits = Waits()
-        self._sharing: str | None = None
+        self._facts_of: dict[str, TargetFacts] = {}  # by target
+        self._sharing: str | None = None  # the target that writes embedding and head just now
         self._supplied = 0  # generation of drafters that has been told where embedding and head are
         self._made_by: dict[int, str] = {}  # batch → target, until it is trained
         self._stop_by: float | None = None
@@ -141,8 +142,7 @@ class Supervisor:
             case Loaded(facts):
                 self._loaded(worker, facts)
             case Shared():
-                assert self.targets is not None and (seat := self.targets.seat_of(worker)) is not None
-                self.facts, self._sharing = self._facts_of[seat.name], None
+                self.facts, self._sharing = self._facts_of[worker.name], None
             case RingReady() | Released() | Begun() | Log() | Saved() | Ended():
                 self._hear_drafter(worker, message)
             case Checked():
@@ -188,10 +188,9 @@ class Supervisor:
             worker.send(Share())
         self._give_rings([seat])
 
-    _facts_of: dict[str, TargetFacts]
-
     def _result(self, worker: Worker, message: Done | Failed) -> None:
-        assert self.coordinator is not None and self.targets is not None
+        assert self.coordinator is not None
+        assert self.targets is not None
         seat = self.targets.seat_of(worker)
         if isinstance(message, Done):
             if self.coordinator.complete(message.lease) and seat is not None:
@@ -223,7 +222,8 @@ class Supervisor:
         self._supply()
 
     def _grant(self, seat: Seat) -> None:
-        assert self.coordinator is not None and seat.worker is not None
+        assert self.coordinator is not None
+        assert seat.worker is not None
         if lease := self.coordinator.grant(seat.name, time.monotonic()):
             self._made_by[lease.index] = seat.name
             if self.coordinator.outstanding(seat.name) == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ from draftmill.handoff.shared import SharedRing, shared_writers
 from draftmill.records import TokenBatch
 from draftmill.run.link import Link
 from draftmill.run.messages import Check, Checked, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
+from draftmill.run.resolve import resolve_gamma
 from draftmill.target.capture import Target
 from draftmill.target.checks import StateCheck
 from draftmill.target.reuse import ReusedStates
+from draftmill.train.step import StepSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker is told at its start. threads: CPU threads it may use. cores: of its share of the host."""
+    """What every worker is told at its start. threads: CPU threads it may use."""
 
     config: RunConfig
     spec: DrafterSpec
@@ -110,7 +111,9 @@ class TargetWorker:
             check = None if self.reuse.load(batch.bin, features) else self.target.begin(batch, features)
         except Exception as error:
             names = ", ".join(map(str, batch.documents[:8])) + (" …" if len(batch.documents) > 8 else "")
-            reason = f"{type(error).__name__} in the target's forward of batch {batch.index} (documents {names}): {error}"
+            reason = (
+                f"{type(error).__name__} in the target's forward of batch {batch.index} (documents {names}): {error}"
+            )
             self.link.send(Failed(work.lease, reason))
             raise  # the device may be in any state: a new process goes on
         transfer = writer.end(work.slot)
@@ -136,7 +139,6 @@ class TargetWorker:
             self.link.send(Done(moving.work.lease))
 
 
-
 def facts_of(target: Target, seconds: float = 0.0) -> TargetFacts:
     """What supervisor and drafters must know of a loaded target. seconds: that loading took."""
     rows, hidden = target.embedding.shape
@@ -155,3 +157,12 @@ def check_by_decoding(job: Job, target: Target, plan: BatchPlan, path: Path) -> 
     tokenizer = load_tokenizer(job.config.target.model)
     result = decode_check(target, drafter, plan.prepared, tokenizer, job.config.decode_check_prompts)
     return Checked(None if result is None else result.to_dict(), describe(result))
+
+
+def step_settings(config: RunConfig, spec: DrafterSpec) -> StepSettings:
+    return StepSettings(
+        anchors=config.anchors,
+        gamma=resolve_gamma(config.train.gamma, spec.block_size),
+        seed=config.seed,
+        dtype=getattr(torch, config.train.dtype),
+    )

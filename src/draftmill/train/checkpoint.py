@@ -53,7 +53,9 @@ def save_checkpoint(
     *,
     keep: int,
 ) -> Path:
-    """weights: the drafter's state_dict; moments: `optimizer_tensors`; state: JSON-able. Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
+    """Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
+
+    weights: the drafter's state_dict; moments: `optimizer_tensors`; state: JSON-able.
 
     Kept are the newest `keep` up to this step. Newer folders are damaged ones that the run went on before; they and
     what a killed save left behind are removed. A step that is saved already is not written again.
@@ -134,9 +136,7 @@ def load_optimizer(
     for number, parameter in enumerate(_parameters(optimizer)):
         prefix = f"{number}."
         saved = {
-            key.removeprefix(prefix): part(parameter, value)
-            for key, value in tensors.items()
-            if key.startswith(prefix)
+            key.removeprefix(prefix): part(parameter, value) for key, value in tensors.items() if key.startswith(prefix)
         }
         if saved:
             optimizer.state[parameter] = saved

@@ -92,5 +92,5 @@ def micro_step(
         attend=attend,
         chunk_rows=256 if batch.features.device.type == "cpu" else 2048,
     )
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return zero_sums(drafter.spec.block_size, batch.features.device) if nothing else sums

@@ -90,7 +90,7 @@ class Trainer:
         self.progress = Progress(**saved, pending=Sums(slots, totals))
 
     def run(self) -> bool:
-        """Train to the end of the schedule. True when it was reached, False when the source ended it. Saves in both cases."""
+        """Train to the end of the schedule: True. False when the source ended the run before. Saves in both cases."""
         saved_at = None
         while self.progress.step < self.total_steps:
             sums = self._accumulate()
@@ -112,9 +112,7 @@ class Trainer:
         if self.parallel.rank != 0:
             return
         p = self.progress
-        save_checkpoint(
-            self.folder, p.step, self.drafter.spec, weights, moments, self._state(), keep=self.config.keep
-        )
+        save_checkpoint(self.folder, p.step, self.drafter.spec, weights, moments, self._state(), keep=self.config.keep)
         self.on_save(time.perf_counter() - started)
 
     def _state(self) -> dict[str, Any]:
