@@ -78,5 +78,5 @@ def linear_cross_entropy(
     hidden [R, H], head [V, H] (frozen: no gradient), labels [R] int64, weights [R] fp32. The scalar is fp32; its
     gradient reaches `hidden` only. Peak extra memory: 2 chunks of chunk_rows × V.
     """
-    loss, nll, rank = _LinearCrossEntropy.apply(hidden, head, labels, weights, chunk_rows)
+    loss, nll, rank = _LinearCrossEntropy.apply(hidden, head, labels, weights, chunk_rows)  # type: ignore[no-untyped-call]
     return loss, RowStatistics(nll, rank)

@@ -351,10 +351,15 @@ class Supervisor:
     # --- what it looks like
 
     def state(self) -> dict[str, Any]:
-        """For the status file: each worker's phase and since when (seconds ago), and the queue."""
+        """For the status file: each worker's phase, for how long it has been in it, and the queue."""
         now = time.monotonic()
         workers = {
-            worker.name: {"phase": worker.phase, "seconds": round(now - worker.since, 1)} for worker in self._workers()
+            worker.name: {
+                "phase": worker.phase,
+                "seconds": round(now - worker.since, 1),
+                "pid": worker.process.pid,
+            }
+            for worker in self._workers()
         }
         queue = None if self.coordinator is None else self.coordinator.in_flight
         return {"workers": workers, "slots_in_use": queue, "restarts": self._restarts()}
