@@ -18,14 +18,15 @@ from draftmill.drafter.model import Drafter, initialise
 from draftmill.drafter.objective import block_loss
 from draftmill.evaluate.decode import decode
 from draftmill.evaluate.plain import plain
-from draftmill.handoff.memory import MemoryHandoff
+from draftmill.handoff.memory import MemoryRing
 from draftmill.records import PADDING_DOCUMENT, HiddenBatch, TokenBatch
-from draftmill.run.inline import InlineSource
+from draftmill.run.sources import InlineSource
 from draftmill.target.capture import Target
 from draftmill.target.config import TargetConfig
 from draftmill.target.reuse import ReusedStates
 from draftmill.train.checkpoint import find_latest, load_drafter, optimizer_tensors
 from draftmill.train.config import TrainConfig
+from draftmill.train.parallel import Alone
 from draftmill.train.step import StepSettings, batch_blocks, micro_step
 from draftmill.train.trainer import Trainer
 
@@ -217,17 +218,18 @@ class Plan:
         return replace(batch_of(LENGTHS, supervised=place == 0, seed=place, index=place), index=index)
 
 
+def inline_source(plan: Any, target: Target, reuse: ReusedStates) -> InlineSource:
+    ring = MemoryRing(1, BUDGET, target.features_width, dtype=target.dtype, device="cuda")
+    return InlineSource(plan, target, ring, reuse, may_take=lambda _: True, on_release=lambda _: None)
+
+
 def trainer_on_cuda(llama: Path, folder: Path, steps: int, logs: list[dict[str, Any]], **options: Any) -> Trainer:
     target = Target(TargetConfig(model=str(llama)), SPEC.taps, device="cuda")
-    handoff = MemoryHandoff(
-        1, BUDGET, target.features_width, dtype=target.dtype, device="cuda",
-        target_fingerprint=target.fingerprint, taps=target.taps,
-    )  # fmt: skip
     wanted: dict[str, Any] = {
         "drafter": make_drafter("cuda", std=0.02),
-        "source": InlineSource(Plan(), target, handoff, ReusedStates(10**9)),
+        "source": inline_source(Plan(), target, ReusedStates(10**9)),
         "config": TrainConfig(lr=3e-3, log_every=5, accumulation=1),
-        "should_stop": lambda: False,
+        "parallel": Alone(),
     }
     return Trainer(
         settings=replace(SETTINGS, dtype=torch.bfloat16), total_steps=steps, embedding=target.embedding,
@@ -243,11 +245,7 @@ class Supervised(Plan):
 
 def supervised_source(llama: Path) -> InlineSource:
     target = Target(TargetConfig(model=str(llama)), SPEC.taps, device="cuda")
-    handoff = MemoryHandoff(
-        1, BUDGET, target.features_width, dtype=target.dtype, device="cuda",
-        target_fingerprint=target.fingerprint, taps=target.taps,
-    )  # fmt: skip
-    return InlineSource(Supervised(), target, handoff, ReusedStates(0))
+    return inline_source(Supervised(), target, ReusedStates(0))
 
 
 def test_a_short_training_run_lowers_the_loss(llama: Path, tmp_path: Path) -> None:
@@ -274,10 +272,10 @@ def test_case_24_a_batch_without_valid_anchor_is_no_error_on_the_device(llama: P
 def test_case_34_a_run_can_be_resumed_on_the_device(llama: Path, tmp_path: Path) -> None:
     logs: list[dict[str, Any]] = []
     source = supervised_source(llama)
-    first = trainer_on_cuda(
-        llama, tmp_path, 20, logs, source=source, should_stop=lambda: first.progress.step == 12
-    )  # fmt: skip
+    source._may_take = lambda index: index < 12  # one batch a step: the run is ended after 12
+    first = trainer_on_cuda(llama, tmp_path, 20, logs, source=source)
     first.run()
+    source._may_take = lambda _: True
     checkpoint, _ = find_latest(tmp_path)
     assert checkpoint is not None
     second = trainer_on_cuda(

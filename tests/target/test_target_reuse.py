@@ -8,9 +8,9 @@ import torch
 from target_models import HIDDEN, batch_of, documents, load
 from torch import Tensor
 
-from draftmill.handoff.memory import MemoryHandoff
+from draftmill.handoff.memory import MemoryRing
 from draftmill.records import TokenBatch
-from draftmill.run.inline import InlineSource
+from draftmill.run.sources import InlineSource
 from draftmill.target.reuse import ReusedStates
 
 BUDGET, BINS = 24, 3
@@ -36,11 +36,11 @@ def run(folder: Path, reuse: ReusedStates) -> tuple[list[Tensor], list[int]]:
         capture(batch, features)
 
     target.capture = counted
-    handoff = MemoryHandoff(
-        1, BUDGET, target.features_width, dtype=target.dtype, device="cpu",
-        target_fingerprint=target.fingerprint, taps=target.taps,
-    )  # fmt: skip
-    source = InlineSource(FixedPlan(), target, handoff, reuse)
+    ring = MemoryRing(1, BUDGET, target.features_width, dtype=target.dtype, device="cpu")
+    released: list[int] = []
+    source = InlineSource(
+        FixedPlan(), target, ring, reuse, may_take=lambda index: index < 2 * BINS, on_release=released.append
+    )
     seen = []
     for index in range(2 * BINS):
         batch = source.take(index)
@@ -49,6 +49,8 @@ def run(folder: Path, reuse: ReusedStates) -> tuple[list[Tensor], list[int]]:
         seen.append(batch.features.clone())
         batch.features.fill_(torch.nan)  # a slot may hold anything when it is used again
         source.release(index)
+    assert source.take(2 * BINS) is None
+    assert released == list(range(2 * BINS))
     return seen, ran
 
 

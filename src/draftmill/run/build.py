@@ -17,6 +17,7 @@ from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
 from draftmill.run.placement import Placement, default_slots, settle
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
+from draftmill.run.split import explain, measure, share_out
 from draftmill.target.shape import load_config, read_shape
 
 
@@ -42,9 +43,7 @@ class Built:
 
 def build(config: RunConfig) -> Built:
     """Open the data, read the target's config and tokenizer, settle the drafter; UserError for what cannot be."""
-    placement = settle(config.devices, config.train.accumulation)
-    if config.parallel == "fsdp" and placement.ranks == 1:
-        raise UserError("parallel: fsdp spreads the drafter over several ranks, but devices names one; add devices")
+    placement = settle(config.devices, config.train.accumulation)  # what the config gets wrong comes first
     prepared = PreparedSet.open(config.data.prepared)
     shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
     tokenizer = load_tokenizer(config.target.model)
@@ -54,8 +53,23 @@ def build(config: RunConfig) -> Built:
     plan = BatchPlan(prepared, config.data.token_budget, config.seed)
     steps = max(1, config.train.epochs * plan.batches_per_epoch // config.train.accumulation)
     total = min(steps, config.train.max_steps or steps)
+    placement = placement or _measured_placement(config, spec)
+    if config.parallel == "fsdp" and placement.ranks == 1:
+        raise UserError(
+            "parallel: fsdp spreads the drafter over several ranks, but there is only one; name more devices"
+        )
     slots = 1 if placement.inline else config.handoff.slots or default_slots(placement)
     return Built(prepared, plan, tokenizer, spec, origin, placement, slots, total)
+
+
+def _measured_placement(config: RunConfig, spec: DrafterSpec) -> Placement:
+    devices = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    say(f"devices: auto measures target and drafter on {devices[0]} …")
+    measured = measure(config, spec, devices[0])
+    choice = share_out(devices, measured, config.train.accumulation)
+    for line in explain(choice, measured):
+        say(line)
+    return choice.placement
 
 
 def identity(config: RunConfig, built: Built) -> dict[str, Any]:

@@ -42,11 +42,11 @@ class Placement:
         return f"targets on {', '.join(self.targets)}; drafter on {', '.join(self.drafters)}"
 
 
-def settle(devices: DevicesConfig, accumulation: int) -> Placement:
-    """The placement the config names, checked against the host, or one that suits it."""
+def settle(devices: DevicesConfig, accumulation: int) -> Placement | None:
+    """The placement the config names, checked against the host. None: `auto` has several GPUs to choose from."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices.inline is None and devices.targets is None:
-        return Placement((), ("cuda:0" if count else "cpu",))
+        return None if count > 1 else Placement((), ("cuda:0" if count else "cpu",))
     placement = Placement(devices.targets or (), devices.inline or devices.drafters or ())
     for name in (*placement.targets, *placement.drafters):
         if name != "cpu" and int(name.removeprefix("cuda:")) >= count:

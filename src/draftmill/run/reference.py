@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from draftmill.config import RunConfig
+from draftmill.config import Devices, RunConfig
 
 INTRO = """# Configuration
 
@@ -33,6 +33,14 @@ HEADER = "| key | type | default | meaning |\n|---|---|---|---|"
 SECTIONS = {
     "": ("The run", "Keys at the top of the file."),
     "data": ("data", "What is read. `draftmill prepare` makes it; see [data.md](data.md)."),
+    "devices": (
+        "devices",
+        "Which devices do what, one process each. A device is written `0` or `cuda:0`, or `cpu`; several as `[0, 1]` "
+        "or `cpu*2`. Short forms: `devices: auto` (the same as leaving it out), `devices: cpu`, `devices: cuda`. With one "
+        "device, `auto` lets target and drafter take turns on it; with several GPUs it measures both sides on one of "
+        "them and takes what is fastest. See [operations.md](operations.md).",
+    ),
+    "handoff": ("handoff", "The queue of hidden states between targets and drafters on different devices."),
     "target": ("target", "The model that is to be served faster. It is never changed."),
     "drafter": ("drafter", "The model that is trained. The words are explained in [concepts.md](concepts.md)."),
     "train": ("train", "How it is trained. Everything here has a default."),
@@ -77,6 +85,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(f"`{part}`" for part in parts)
     if origin is list:
         return f"list of {type_name(parts[0])}"
+    if annotation == Devices or parts == [Devices]:
+        return "devices"
     if origin is tuple:
         return f"list of {len(parts)} × {type_name(parts[0])}"
     if parts:

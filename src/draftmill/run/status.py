@@ -64,6 +64,7 @@ def describe(status: dict[str, Any], now: float) -> list[tuple[str, str]]:
     if status["state"] == "running" and status["phase"] == "training":
         eta = status.get("eta_seconds")
         rows.append(("time left", "estimating" if eta is None else duration(eta)))
+    rows += _workers(status, now)
     if status.get("skipped"):
         rows.append(("skipped updates", f"{status['skipped']} (non-finite gradients)"))
     if check := status.get("decode_check"):
@@ -72,6 +73,23 @@ def describe(status: dict[str, Any], now: float) -> list[tuple[str, str]]:
     if status.get("reason"):
         rows.append(("reason", status["reason"]))
     rows.append(("last checkpoint", status["last_checkpoint"] or "none yet"))
+    return rows
+
+
+def _workers(status: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    """What each process does, and which side waits for the other."""
+    if status["state"] != "running":
+        return []
+    rows = [
+        (name, f"{worker['phase']} for {duration(now - worker['since'])} (process {worker['pid']})")
+        for name, worker in status.get("workers", {}).items()
+    ]
+    waits = status.get("waits") or {}
+    for side in ("targets", "drafters"):
+        if (share := waits.get(f"{side}_wait")) is not None:
+            rows.append((f"{side} wait", f"{share:.0%} of the time"))
+    if status.get("restarts"):
+        rows.append(("restarts", str(status["restarts"])))
     return rows
 
 

@@ -351,12 +351,12 @@ class Supervisor:
     # --- what it looks like
 
     def state(self) -> dict[str, Any]:
-        """For the status file: each worker's phase, for how long it has been in it, and the queue."""
+        """For the status file: each worker's phase and since when (time.time()), and the queue."""
         now = time.monotonic()
         workers = {
             worker.name: {
                 "phase": worker.phase,
-                "seconds": round(now - worker.since, 1),
+                "since": round(time.time() - (now - worker.since), 3),
                 "pid": worker.process.pid,
             }
             for worker in self._workers()

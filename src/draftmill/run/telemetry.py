@@ -69,6 +69,7 @@ class Telemetry:
             tokens_per_second=rate,
             eta_seconds=left,
             skipped=values["skipped"],
+            waits=values.get("waits"),
         )
         self._show(values, rate, left)
 

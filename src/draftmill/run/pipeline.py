@@ -1,0 +1,193 @@
+"""A run of several processes: what each is told, and what the run does with what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftmill.errors import UserError
+from draftmill.handoff.device import reachable
+from draftmill.handoff.matrices import SharedMatrices
+from draftmill.handoff.shared import RingShape, SharedRing, check_room
+from draftmill.run.build import identity, say
+from draftmill.run.coordinator import Coordinator
+from draftmill.run.drafter_worker import DrafterJob
+from draftmill.run.drafters import DrafterGroup
+from draftmill.run.ledger import Ledger
+from draftmill.run.messages import Checked, TargetFacts
+from draftmill.run.placement import available_memory, threads_per_process
+from draftmill.run.session import Outcome, Session
+from draftmill.run.supervisor import Hooks, Supervisor
+from draftmill.run.target_worker import TargetJob
+from draftmill.run.targets import TargetGroup
+from draftmill.run.telemetry import Meter, Telemetry
+from draftmill.target.shape import load_config, read_shape
+
+
+def run_pipeline(session: Session) -> Outcome:
+    """Start the workers, see the run through, leave nothing behind."""
+    config, built = session.config, session.built
+    ring = None if built.placement.inline else _make_ring(session)
+    matrices = None if built.placement.inline else _make_matrices(session)
+    session.write_record()
+    scene = _Scene(session)
+    steps = config.train.accumulation
+    try:
+        with session.stop.on_signals():
+            ended = Supervisor(
+                targets=_targets(session, ring, matrices),
+                drafters=DrafterGroup(_drafter_jobs(session, ring, matrices), say),
+                coordinator=_coordinator(session),
+                ledger=Ledger(session.folder.ledger, session.start_step * steps),
+                batches_per_step=steps,
+                lease_seconds=config.handoff.lease_seconds,
+                hang_seconds=config.handoff.hang_seconds,
+                check=config.decode_check_prompts > 0,
+                asked_to_stop=session.stop,
+                hooks=scene.hooks(),
+            ).run()
+    finally:
+        scene.close()
+    return Outcome(ended.step, ended.finished)
+
+
+class _Scene:
+    """Telemetry and status of a run whose drafters may be started anew."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.telemetry: Telemetry | None = None
+        self._fingerprint: str | None = None
+
+    def hooks(self) -> Hooks:
+        return Hooks(
+            log=self._log,
+            saved=lambda seconds: self.telemetry.saved(seconds) if self.telemetry else None,
+            target_loaded=self._target_loaded,
+            rewound=self._rewound,
+            changed=lambda state: self.session.status.update(**state),
+            checked=self._checked,
+            began=self._began,
+            say=say,
+        )
+
+    def close(self) -> None:
+        if self.telemetry is not None:
+            self.telemetry.close()
+            self.telemetry = None
+
+    def _began(self) -> None:
+        session = self.session
+        if self.telemetry is None:
+            self._open(session.start_step)
+            session.begin_training()
+
+    def _open(self, step: int) -> None:
+        session = self.session
+        self.telemetry = Telemetry(session.folder, session.status, Meter(session.built.total_steps), step)
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self.telemetry is not None:
+            self.telemetry.log(values)
+
+    def _target_loaded(self, facts: TargetFacts, name: str) -> None:
+        self.session.check_target(facts.fingerprint)
+        if self._fingerprint not in (None, facts.fingerprint):
+            raise UserError(
+                f"{name} loaded other weights than the first target did (fingerprint {facts.fingerprint}, not "
+                f"{self._fingerprint}); the files of target.model changed meanwhile. Put them back and start again"
+            )
+        self._fingerprint = facts.fingerprint
+        say(f"{name}: target loaded in {facts.seconds:.1f} s; documents kept apart by: {facts.isolation}")
+
+    def _rewound(self, step: int) -> None:
+        self.close()
+        self.session.folder.cut_metrics(step)
+        self._open(step)
+
+    def _checked(self, result: Checked | None) -> None:
+        if result is None:
+            say("warning: the decode check was left out: the target's process ended during it")
+            return
+        self.session.status.update(decode_check=result.result)
+        say(result.text)
+
+
+def _make_ring(session: Session) -> SharedRing | RingShape:
+    """Slots in host memory, or the shape of those that each drafter makes in its device's memory."""
+    config, built = session.config, session.built
+    dtype = getattr(torch, config.target.dtype)
+    shape = RingShape(built.placement.ranks, built.slots, config.data.token_budget, built.width, dtype)
+    direct = reachable(built.placement.targets, built.placement.drafters)
+    if config.handoff.queue == "device" and not direct:
+        raise UserError(
+            "handoff.queue: device, but these devices cannot write into each other's memory; use handoff.queue=host"
+        )
+    if config.handoff.queue == "device" or (config.handoff.queue == "auto" and direct):
+        return shape
+    check_room(shape, available_memory())
+    return SharedRing(shape)
+
+
+def _make_matrices(session: Session) -> SharedMatrices:
+    config, built = session.config, session.built
+    shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
+    return SharedMatrices(shape.vocab_size, built.spec.hidden_size, getattr(torch, config.target.dtype))
+
+
+def _coordinator(session: Session) -> Coordinator | None:
+    config, built = session.config, session.built
+    if built.placement.inline:
+        return None
+    steps = config.train.accumulation
+    return Coordinator(
+        first=session.start_step * steps,
+        end=built.total_steps * steps,
+        ranks=built.placement.ranks,
+        slots=built.slots,
+        batches_per_step=steps,
+        lease_seconds=config.handoff.lease_seconds,
+    )
+
+
+def _targets(
+    session: Session, ring: SharedRing | RingShape | None, matrices: SharedMatrices | None
+) -> TargetGroup | None:
+    if matrices is None:
+        return None
+    config, built = session.config, session.built
+    devices = built.placement.targets
+    job = TargetJob(
+        config=config,
+        spec=built.spec,
+        device="",
+        threads=threads_per_process(config.threads, built.placement.processes),
+        targets=len(devices),
+        ring=ring if isinstance(ring, SharedRing) else None,
+        matrices=matrices,
+    )
+    return TargetGroup([replace(job, device=device) for device in devices], say)
+
+
+def _drafter_jobs(
+    session: Session, ring: SharedRing | RingShape | None, matrices: SharedMatrices | None
+) -> list[DrafterJob]:
+    config, built = session.config, session.built
+    job = DrafterJob(
+        config=config,
+        spec=built.spec,
+        device="",
+        threads=threads_per_process(config.threads, built.placement.processes),
+        rank=0,
+        ranks=built.placement.ranks,
+        rendezvous=session.folder.root.absolute() / "rendezvous",
+        checkpoints=session.folder.checkpoints,
+        checkpoint=session.checkpoint,
+        total_steps=built.total_steps,
+        identity=identity(config, built),
+        ring=ring,
+        matrices=matrices,
+    )
+    return [replace(job, rank=rank, device=device) for rank, device in enumerate(built.placement.drafters)]
