@@ -80,6 +80,14 @@ class RunConfig(BaseModel):
         description="How several drafter ranks share the work. data: each holds the whole drafter; fsdp: each holds a "
         "part of weights and optimizer, for drafters that do not fit one device.",
     )
+    cache: Path | None = Field(
+        None,
+        description="Folder for hidden states on disk: epochs and runs after the first read them instead of running "
+        "the target, and when all are there no target is loaded. Left out: nothing is kept on disk.",
+    )
+    cache_gb: float | None = Field(
+        None, gt=0, description="The cache holds at most so many GB (10^9 bytes). Left out: all states of an epoch."
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -112,6 +120,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.cache_gb is not None and self.cache is None:
+            raise ValueError("cache_gb without cache keeps nothing; name a folder: cache=DIR")
         if self.anchors > self.data.token_budget:
             raise ValueError(
                 f"train.anchors ({self.anchors}) is more than data.token_budget ({self.data.token_budget}); "

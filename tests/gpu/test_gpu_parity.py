@@ -21,6 +21,7 @@ from draftmill.evaluate.plain import plain
 from draftmill.handoff.memory import MemoryRing
 from draftmill.records import PADDING_DOCUMENT, HiddenBatch, TokenBatch
 from draftmill.run.sources import InlineSource
+from draftmill.run.states import States
 from draftmill.target.capture import Target
 from draftmill.target.config import TargetConfig
 from draftmill.target.reuse import ReusedStates
@@ -220,7 +221,7 @@ class Plan:
 
 def inline_source(plan: Any, target: Target, reuse: ReusedStates) -> InlineSource:
     ring = MemoryRing(1, BUDGET, target.features_width, dtype=target.dtype, device="cuda")
-    return InlineSource(plan, target, ring, reuse, may_take=lambda _: True, on_release=lambda _: None)
+    return InlineSource(plan, States(target, reuse), ring, may_take=lambda _: True, on_release=lambda _: None)
 
 
 def trainer_on_cuda(llama: Path, folder: Path, steps: int, logs: list[dict[str, Any]], **options: Any) -> Trainer:

@@ -11,6 +11,8 @@ from torch import Tensor
 from draftmill.handoff.memory import MemoryRing
 from draftmill.records import TokenBatch
 from draftmill.run.sources import InlineSource
+from draftmill.run.states import States
+from draftmill.target.checks import StateCheck
 from draftmill.target.reuse import ReusedStates
 
 BUDGET, BINS = 24, 3
@@ -29,17 +31,17 @@ def run(folder: Path, reuse: ReusedStates) -> tuple[list[Tensor], list[int]]:
     """Features of both epochs, and the indices for which the target ran."""
     target = load(folder)
     ran: list[int] = []
-    capture = target.capture
+    begin = target.begin
 
-    def counted(batch: TokenBatch, features: Tensor) -> None:
+    def counted(batch: TokenBatch, features: Tensor) -> StateCheck:
         ran.append(batch.index)
-        capture(batch, features)
+        return begin(batch, features)
 
-    target.capture = counted
+    target.begin = counted
     ring = MemoryRing(1, BUDGET, target.features_width, dtype=target.dtype, device="cpu")
     released: list[int] = []
     source = InlineSource(
-        FixedPlan(), target, ring, reuse, may_take=lambda index: index < 2 * BINS, on_release=released.append
+        FixedPlan(), States(target, reuse), ring, may_take=lambda index: index < 2 * BINS, on_release=released.append
     )
     seen = []
     for index in range(2 * BINS):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from draftmill.drafter.model import Drafter, initialise
@@ -13,9 +11,9 @@ from draftmill.run.decode_check import decode_check, describe
 from draftmill.run.ledger import Ledger
 from draftmill.run.session import Outcome, Session
 from draftmill.run.sources import InlineSource
-from draftmill.run.target_worker import step_settings
+from draftmill.run.states import States, bins_of, open_states
+from draftmill.run.target_worker import NO_TARGET_TO_CHECK, step_settings
 from draftmill.target.capture import Target
-from draftmill.target.reuse import ReusedStates
 from draftmill.train.checkpoint import load_drafter
 from draftmill.train.parallel import Alone
 from draftmill.train.trainer import Trainer
@@ -26,27 +24,27 @@ def run_alone(session: Session) -> Outcome:
     config, built = session.config, session.built
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    target = _load_target(session)
+    states = _load(session)
     session.write_record()
     drafter = _drafter(session)
     ledger = Ledger(session.folder.ledger, session.start_step * config.train.accumulation)
     with session.stop.on_signals(), session.telemetry() as telemetry:
         trainer = Trainer(
             drafter,
-            _source(session, target, ledger),
+            _source(session, states, ledger),
             config.train,
             parallel=Alone(),
             settings=step_settings(config, built.spec),
             total_steps=built.total_steps,
-            embedding=target.embedding,
-            head=target.head,
+            embedding=states.embedding,
+            head=states.head,
             folder=session.folder.checkpoints,
             on_log=telemetry.log,
             on_save=telemetry.saved,
             provenance={
                 **identity(config, built),
                 "target": config.target.model,
-                "target_fingerprint": target.fingerprint,
+                "target_fingerprint": states.fingerprint,
             },
         )
         if session.checkpoint is not None:
@@ -55,18 +53,19 @@ def run_alone(session: Session) -> Outcome:
         finished = trainer.run()
     ledger.close()
     if session.stop.exit_code == 0:
-        _decode_check(session, target, drafter)
+        _decode_check(session, states.target, drafter)
     return Outcome(trainer.progress.step, finished)
 
 
-def _load_target(session: Session) -> Target:
+def _load(session: Session) -> States:
     session.status.phase("loading")
     say(f"loading target {session.config.target.model} …")
-    started = time.perf_counter()
-    target = Target(session.config.target, session.built.spec.taps, device=session.built.placement.drafters[0])
-    session.check_target(target.fingerprint)
-    say(f"target loaded in {time.perf_counter() - started:.1f} s; documents kept apart by: {target.isolation}")
-    return target
+    config, built = session.config, session.built
+    steps = config.train.accumulation
+    bins = bins_of(built.plan, session.start_step * steps, built.total_steps * steps)
+    states = open_states(config, built.spec, built.plan, built.placement.drafters[0], bins=bins)
+    session.check_target(states.fingerprint)
+    return states
 
 
 def _drafter(session: Session) -> Drafter:
@@ -78,24 +77,25 @@ def _drafter(session: Session) -> Drafter:
     return drafter.to(device)
 
 
-def _source(session: Session, target: Target, ledger: Ledger) -> InlineSource:
-    ring = MemoryRing(
-        1, session.config.data.token_budget, target.features_width, dtype=target.dtype, device=target.device
-    )
+def _source(session: Session, states: States, ledger: Ledger) -> InlineSource:
+    device = session.built.placement.drafters[0]
+    ring = MemoryRing(1, session.config.data.token_budget, states.width, dtype=states.dtype, device=device)
     return InlineSource(
         session.built.plan,
-        target,
+        states,
         ring,
-        ReusedStates(int(session.config.target.reuse_states_gb * 1e9)),
         may_take=lambda _index: not session.stop(),
         on_release=lambda index: ledger.trained(index, 0, None),
     )
 
 
-def _decode_check(session: Session, target: Target, drafter: Drafter) -> None:
+def _decode_check(session: Session, target: Target | None, drafter: Drafter) -> None:
     """A short real decode: does decoding accept what training promises?"""
     prompts = session.config.decode_check_prompts
     if prompts == 0:
+        return
+    if target is None:
+        say(NO_TARGET_TO_CHECK)
         return
     session.status.phase("checking")
     result = decode_check(target, drafter, session.built.prepared, session.built.tokenizer, prompts)

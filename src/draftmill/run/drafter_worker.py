@@ -21,9 +21,8 @@ from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
 from draftmill.run.link import Link
 from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
 from draftmill.run.sources import InlineSource, QueuedSource, StepGate
+from draftmill.run.states import bins_of, open_states
 from draftmill.run.target_worker import Job, check_by_decoding, facts_of, step_settings
-from draftmill.target.capture import Target
-from draftmill.target.reuse import ReusedStates
 from draftmill.train.checkpoint import Checkpoint, load_drafter
 from draftmill.train.parallel import Alone, DataParallel, FullySharded, Parallel
 from draftmill.train.trainer import DivergedError, Trainer
@@ -78,22 +77,22 @@ class DrafterWorker:
     def _run_inline(self, drafter: Drafter, parallel: Parallel) -> None:
         job, config = self.job, self.job.config
         self.link.phase("loading")
-        target = Target(config.target, job.spec.taps, device=job.device)
-        self.link.send(Loaded(facts_of(target)))
-        ring = MemoryRing(1, self.plan.token_budget, target.features_width, dtype=target.dtype, device=job.device)
+        bins = bins_of(self.plan, *job.batches)
+        states = open_states(config, job.spec, self.plan, job.device, bins=bins, share=job.ranks)
+        self.link.send(Loaded(facts_of(states)))
+        ring = MemoryRing(1, self.plan.token_budget, states.width, dtype=states.dtype, device=job.device)
         source = InlineSource(
             self.plan,
-            target,
+            states,
             ring,
-            ReusedStates(int(config.target.reuse_states_gb * 1e9 / job.ranks)),
             may_take=StepGate(self.link, config.train.accumulation),
             on_release=lambda index: self.link.send(Released(index)),
         )
-        trainer = self._trainer(drafter, source, parallel, target.embedding, target.head, target.fingerprint)
+        trainer = self._trainer(drafter, source, parallel, states.embedding, states.head, states.fingerprint)
         self._train(trainer, lambda: None)
         if job.rank == 0 and config.decode_check_prompts and trainer.progress.step == job.total_steps:
             self.link.phase("checking")
-            self.link.send(check_by_decoding(job, target, self.plan, job.checkpoints))
+            self.link.send(check_by_decoding(job, states, self.plan, job.checkpoints))
 
     def _reader(self, ring: SharedRing | RingShape) -> Reader:
         if isinstance(ring, SharedRing):

@@ -100,7 +100,6 @@ class _Scene:
                 f"{self._fingerprint}); the files of target.model changed meanwhile. Put them back and start again"
             )
         self._fingerprint = facts.fingerprint
-        say(f"{name}: target loaded in {facts.seconds:.1f} s; documents kept apart by: {facts.isolation}")
 
     def _rewound(self, step: int) -> None:
         self.close()
@@ -137,17 +136,23 @@ def _make_matrices(session: Session) -> SharedMatrices:
     return SharedMatrices(shape.vocab_size, built.spec.hidden_size, getattr(torch, config.target.dtype))
 
 
+def _batches(session: Session) -> tuple[int, int]:
+    """First and end of the batches this command is to train."""
+    steps = session.config.train.accumulation
+    return session.start_step * steps, session.built.total_steps * steps
+
+
 def _coordinator(session: Session) -> Coordinator | None:
     config, built = session.config, session.built
     if built.placement.inline:
         return None
-    steps = config.train.accumulation
+    first, end = _batches(session)
     return Coordinator(
-        first=session.start_step * steps,
-        end=built.total_steps * steps,
+        first=first,
+        end=end,
         ranks=built.placement.ranks,
         slots=built.slots,
-        batches_per_step=steps,
+        batches_per_step=config.train.accumulation,
         lease_seconds=config.handoff.lease_seconds,
     )
 
@@ -164,6 +169,7 @@ def _targets(
         spec=built.spec,
         device="",
         threads=threads_per_process(config.threads, built.placement.processes),
+        batches=_batches(session),
         targets=len(devices),
         ring=ring if isinstance(ring, SharedRing) else None,
         matrices=matrices,
@@ -180,6 +186,7 @@ def _drafter_jobs(
         spec=built.spec,
         device="",
         threads=threads_per_process(config.threads, built.placement.processes),
+        batches=_batches(session),
         rank=0,
         ranks=built.placement.ranks,
         rendezvous=session.folder.root.absolute() / "rendezvous",

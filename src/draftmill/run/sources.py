@@ -12,8 +12,7 @@ from draftmill.handoff.memory import MemoryRing
 from draftmill.records import HiddenBatch
 from draftmill.run.link import Link
 from draftmill.run.messages import Batch, Begun, MayBegin, Released, Stop
-from draftmill.target.capture import Target
-from draftmill.target.reuse import ReusedStates
+from draftmill.run.states import States
 
 
 class InlineSource:
@@ -22,24 +21,21 @@ class InlineSource:
     def __init__(
         self,
         plan: BatchPlan,
-        target: Target,
+        states: States,
         ring: MemoryRing,
-        reuse: ReusedStates,
         *,
         may_take: Callable[[int], bool],
         on_release: Callable[[int], None],
     ) -> None:
-        self._plan, self._target, self._ring, self._reuse = plan, target, ring, reuse
+        self._plan, self._states, self._ring = plan, states, ring
         self._may_take, self._on_release = may_take, on_release
 
     def take(self, index: int) -> HiddenBatch | None:
         if not self._may_take(index):
             return None
         batch, features = self._plan.batch(index), self._ring.begin(0)
-        if not self._reuse.load(batch.bin, features):
-            self._target.capture(batch, features)
-            self._reuse.keep(batch.bin, features[: batch.tokens])
-        return HiddenBatch(batch, features, self._target.fingerprint, self._target.taps)
+        self._states.get(batch, features)
+        return HiddenBatch(batch, features, self._states.fingerprint, self._states.taps)
 
     def release(self, index: int) -> None:
         self._on_release(index)

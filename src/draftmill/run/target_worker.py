@@ -23,10 +23,11 @@ from draftmill.records import TokenBatch
 from draftmill.run.link import Link
 from draftmill.run.messages import Check, Checked, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
 from draftmill.run.resolve import resolve_gamma
-from draftmill.target.capture import Target
+from draftmill.run.states import States, bins_of, open_states
 from draftmill.target.checks import StateCheck
-from draftmill.target.reuse import ReusedStates
 from draftmill.train.step import StepSettings
+
+NO_TARGET_TO_CHECK = "decode check: left out, because all states came from the cache and no target was loaded; `draftmill evaluate` decodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,13 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker is told at its start. threads: CPU threads it may use."""
+    """What every worker is told at its start. threads: CPU threads it may use. batches: first and end of the run's."""
 
     config: RunConfig
     spec: DrafterSpec
     device: str
     threads: int
+    batches: tuple[int, int]
 
     def prepare_process(self) -> BatchPlan:
         """Threads and device for this process alone; returns the plan of batches, which is the same in every worker."""
@@ -76,12 +78,12 @@ class TargetWorker:
         link.phase("loading")
         started = time.perf_counter()
         self.plan = job.prepare_process()
-        self.target = Target(job.config.target, job.spec.taps, device=job.device)
-        self.reuse = ReusedStates(int(job.config.target.reuse_states_gb * 1e9 / job.targets))
+        bins = bins_of(self.plan, *job.batches)
+        self.states = open_states(job.config, job.spec, self.plan, job.device, bins=bins, share=job.targets)
         self.writers: list[Writer] = [] if job.ring is None else list(shared_writers(job.ring, job.device))
         self._moving: Moving | None = None
         self._steady = False
-        link.send(Loaded(facts_of(self.target, time.perf_counter() - started)))
+        link.send(Loaded(facts_of(self.states, time.perf_counter() - started)))
 
     def run(self) -> None:
         self.link.phase("working")
@@ -89,12 +91,12 @@ class TargetWorker:
             if isinstance(message, Work):
                 self._compute(message)
             elif isinstance(message, Share):
-                self.job.matrices.write(self.target.embedding, self.target.head)
+                self.job.matrices.write(self.states.embedding, self.states.head)
                 self.link.send(Shared())
             elif isinstance(message, Rings):
                 self.writers = list(device_writers(list(message.handles), self.job.device))
             elif isinstance(message, Check):
-                self.link.send(check_by_decoding(self.job, self.target, self.plan, Path(message.path)))
+                self.link.send(check_by_decoding(self.job, self.states, self.plan, Path(message.path)))
 
     def _next(self) -> Any:
         if not self.link.pending():
@@ -108,7 +110,7 @@ class TargetWorker:
         batch, writer = self.plan.batch(work.index), self.writers[work.rank]
         features = writer.begin(work.slot)
         try:
-            check = None if self.reuse.load(batch.bin, features) else self.target.begin(batch, features)
+            check = self.states.begin(batch, features)
         except Exception as error:
             names = ", ".join(map(str, batch.documents[:8])) + (" …" if len(batch.documents) > 8 else "")
             reason = (
@@ -132,30 +134,31 @@ class TargetWorker:
         try:
             if moving.check is not None:
                 moving.check.verify()
-                self.reuse.keep(moving.batch.bin, moving.features[: moving.batch.tokens])
+                self.states.keep(moving.batch, moving.features)
         except ArithmeticError as error:
             self.link.send(Failed(moving.work.lease, str(error)))
         else:
             self.link.send(Done(moving.work.lease))
 
 
-def facts_of(target: Target, seconds: float = 0.0) -> TargetFacts:
+def facts_of(states: States, seconds: float = 0.0) -> TargetFacts:
     """What supervisor and drafters must know of a loaded target. seconds: that loading took."""
-    rows, hidden = target.embedding.shape
-    return TargetFacts(
-        target.fingerprint, target.isolation, is_tied(target.embedding, target.head), rows, hidden, seconds
-    )
+    rows, hidden = states.embedding.shape
+    tied = is_tied(states.embedding, states.head)
+    return TargetFacts(states.fingerprint, states.isolation, tied, rows, hidden, seconds)
 
 
-def check_by_decoding(job: Job, target: Target, plan: BatchPlan, path: Path) -> Checked:
+def check_by_decoding(job: Job, states: States, plan: BatchPlan, path: Path) -> Checked:
     """A short real decode with the checkpoint at `path`: does decoding accept what training promises?"""
+    if states.target is None:
+        return Checked(None, NO_TARGET_TO_CHECK)
     from draftmill.data.tokenizer import load_tokenizer
     from draftmill.run.decode_check import decode_check, describe
     from draftmill.train.checkpoint import load_drafter, open_checkpoint
 
     drafter = load_drafter(open_checkpoint(path)).to(job.device)
     tokenizer = load_tokenizer(job.config.target.model)
-    result = decode_check(target, drafter, plan.prepared, tokenizer, job.config.decode_check_prompts)
+    result = decode_check(states.target, drafter, plan.prepared, tokenizer, job.config.decode_check_prompts)
     return Checked(None if result is None else result.to_dict(), describe(result))
 
 

@@ -38,7 +38,7 @@ class Parallel(Protocol):
         """Added over the ranks."""
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as a single rank would hold them. Every rank must call it."""
+        """The tensors as a single rank would hold them. Every rank must call it; only the first may use what comes."""
 
     def part(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """What this rank keeps of a whole moment `value` of a parameter."""
@@ -188,7 +188,13 @@ class FullySharded:
         return total_over_ranks(sums, tokens)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: as_whole(value) for name, value in tensors.items()}
+        """One after another, and kept in host memory by the first rank alone: a device may not hold all at once."""
+        kept = {}
+        for name, value in tensors.items():
+            whole = as_whole(value)
+            if self.rank == 0:
+                kept[name] = whole.cpu()
+        return kept
 
     def part(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, distribute_tensor

@@ -76,15 +76,16 @@ def micro_step(
     nothing = not bool((blocks.weights > 0).any())
     if nothing and not always_run:
         return zero_sums(drafter.spec.block_size, batch.features.device)
-    if nothing:
-        blocks = weightless_block(batch, drafter, settings)
+    features = batch.features
+    if nothing:  # whatever its states are, even NaN: 0 · NaN is not zero
+        blocks, features = weightless_block(batch, drafter, settings), torch.zeros_like(features)
     blocks = blocks.to(batch.features.device)
     document_ids = batch.tokens.document_ids.to(batch.features.device)
     position_ids = batch.tokens.position_ids.to(batch.features.device)
     attend = by_document(drafter.spec, blocks, document_ids, position_ids)
     loss, sums = block_loss(
         drafter,
-        batch.features.to(settings.dtype),
+        features.to(settings.dtype),
         position_ids,
         blocks,
         embedding=embedding,
