@@ -27,7 +27,10 @@ from draftmill.run.states import States, bins_of, open_states
 from draftmill.target.checks import StateCheck
 from draftmill.train.step import StepSettings
 
-NO_TARGET_TO_CHECK = "decode check: left out, because all states came from the cache and no target was loaded; `draftmill evaluate` decodes"
+NO_TARGET_TO_CHECK = (
+    "decode check: left out, because all states came from the cache and no target was loaded; "
+    "`draftmill evaluate` decodes"
+)
 
 
 @dataclass(frozen=True, slots=True)
