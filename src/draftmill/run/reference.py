@@ -37,8 +37,8 @@ SECTIONS = {
         "devices",
         "Which devices do what, one process each. A device is written `0` or `cuda:0`, or `cpu`; several as `[0, 1]` "
         "or `cpu*2`. Short forms: `devices: auto` (the same as leaving it out), `devices: cpu`, `devices: cuda`. With "
-        "one device, `auto` lets target and drafter take turns on it; with several GPUs it measures both sides on one of "
-        "them and takes what is fastest. See [operations.md](operations.md).",
+        "one device, `auto` lets target and drafter take turns on it; with several GPUs it measures both sides on one "
+        "of them and takes what is fastest. See [operations.md](operations.md).",
     ),
     "handoff": ("handoff", "The queue of hidden states between targets and drafters on different devices."),
     "target": ("target", "The model that is to be served faster. It is never changed."),
