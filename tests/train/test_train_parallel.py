@@ -22,11 +22,12 @@ DATA = [
     "data:from_stopped_unevenly", "data:rare_lines", "data:rare_lines_stopped", "data:rare_lines_resumed",
 ]  # fmt: skip
 FSDP = [
-    "data:whole", "fsdp:splits", "fsdp:shards", "fsdp:whole", *(f"fsdp:{name}" for name in EMPTY), "fsdp:one_then_none",
-    "fsdp:broken", "fsdp:diverged", "fsdp:until_diverged", "fsdp:stopped", "fsdp:from_stopped", "fsdp:from_fsdp",
-    "data:from_fsdp", "fsdp:from_alone", "data:from_alone",
+    "data:whole", "fsdp:splits", "fsdp:shards", "fsdp:sharded_sums", "fsdp:whole", *(f"fsdp:{name}" for name in EMPTY),
+    "fsdp:one_then_none", "fsdp:broken", "fsdp:diverged", "fsdp:until_diverged", "fsdp:stopped", "fsdp:from_stopped",
+    "fsdp:from_fsdp", "data:from_fsdp", "fsdp:from_alone", "data:from_alone",
 ]  # fmt: skip
 KINDS = ["data", "fsdp"]
+ORDER = [name for name, _ in reversed(list(the_drafter().named_parameters()))]  # in which gradients are summed
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +197,11 @@ def test_fully_sharded_ranks_hold_a_part_each(fsdp: Ranks) -> None:
         assert all(0 < part < whole and part + other == whole for part, other in zip(parts, others, strict=True)), name
 
 
+def test_fully_sharded_gradients_are_summed_once_a_step(fsdp: Ranks) -> None:
+    for record in fsdp.records("fsdp:sharded_sums"):
+        assert record["counts"] == [0, 0, len(ORDER)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EMPTY)
 def test_case_24_ranks_without_anchor_wait_for_nobody_and_change_nothing(
@@ -220,9 +226,6 @@ def test_case_24_no_anchor_anywhere_is_no_update_and_no_divergence(two: Ranks, k
         assert same(record["moments"], reference["moments"])
 
 
-ORDER = [name for name, _ in reversed(list(the_drafter().named_parameters()))]
-
-
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [("whole", 10, 16), ("tail", 10, 16), ("whole, one bucket", 1, 1), ("tail, one each", len(ORDER), len(ORDER))],
@@ -235,8 +238,7 @@ def test_each_gradient_is_summed_once_a_step_in_one_order(data: Ranks, name: str
             assert [name for names in sums for name in names] == ORDER
             assert sums == [event for event in records[0][name]["steps"][0] if isinstance(event, list)]
             assert least <= len(sums) <= most
-            assert events[-1] == "totals"
-            assert events.count("totals") == 1
+            assert events[-1 - len(sums) :] == ["wait"] * len(sums) + ["totals"]
     assert same(records[0][name]["weights"], records[1][name]["weights"])
 
 
@@ -259,7 +261,7 @@ def test_the_sums_of_a_rank_without_backward_go_after_it_in_the_same_order(data:
     assert [events.count("backward") for events in first] == [1, 2]
     assert [events.count("backward") for events in second] == [2, 1]
     last = len(first[0]) - 1 - first[0][::-1].index("end")
-    assert all(isinstance(event, list) for event in first[0][last + 1 : -1])
+    assert all(isinstance(event, list) for event in first[0][last + 1 : first[0].index("wait")])
     assert not any(isinstance(event, list) for event in first[0][:last])
 
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from draftmill.train.trainer import DivergedError, Trainer
 Record = dict[str, Any]
 
 SPAWN_SECONDS = 60.0
-COLLECTIVE_SECONDS = 15  # shorter, so that a rank which waits in vain says where
+COLLECTIVE_SECONDS = 25  # shorter, so that a rank which waits in vain says where
 NOWHERE = Path("/dev/null/nothing is saved")
 SMALL_BUCKET = 3000  # bytes: the tiny drafter makes several
 
@@ -57,11 +58,12 @@ class Run:
     stop_after: tuple[int, ...] | None = None
     resume: str | None = None
     log_every: int = 1
+    save_every: int = 1000
 
 
 SECOND = "step-00000002"
 RUNS = {
-    "whole": Run(),
+    "whole": Run(save_every=2),
     # case 24, two ranks: batch i is rank i % 2's
     "never": Run(([3, 2], [0]), accumulation=2),
     "alternate": Run(([3], [0], [0], [2]), accumulation=2),
@@ -124,7 +126,7 @@ def make_run(
     if run.stop_after is not None:
         limit = run.stop_after[parallel.rank]
         source.should_stop = lambda: sum(what == "take" for what, _ in source.diary) >= limit
-    changes = {"accumulation": run.accumulation, "log_every": run.log_every, "save_every": 2, "keep": 9}
+    changes = {"accumulation": run.accumulation, "log_every": run.log_every, "save_every": run.save_every, "keep": 9}
     checkpoint = None if run.resume is None else open_checkpoint(own.parent / run.resume.format(kind=kind))
     trainer = make_trainer(
         own, source, run.steps, config=CONFIG.model_copy(update=changes), parallel=parallel, on_log=lines.append,
@@ -206,9 +208,23 @@ def held(tensor: Tensor | None) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
 
 
+def check_sharded_sums(kind: str) -> Record:
+    """How many parameters have a summed gradient behind each micro-step of a step."""
+    assert kind == "fsdp"
+    drafter, parallel = the_drafter(), FullySharded()
+    parallel.prepare(drafter)
+    counts = []
+    for last in (False, False, True):
+        with parallel.micro_step(last=last):
+            batch, matrices = document_batch(2), {"embedding": matrix(), "head": matrix()}
+            micro_step(drafter, batch, **matrices, settings=SETTINGS, always_run=True)
+        counts.append(sum(parameter.grad is not None for parameter in drafter.parameters()))
+    return {"counts": counts}
+
+
 class Watch:
-    """What happens when in a step: "backward", "complete NAME", ["NAME" …] a sum over the ranks begins, "end",
-    "totals". A sum is known by its values: those of the next parameters in the order in which they are to go."""
+    """What happens when in a step: "backward", "complete NAME", ["NAME" …] a sum over the ranks begins, "end", "wait"
+    for a sum, "totals". A sum is known by its values: those of the next parameters in the order they are to go in."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.events: list[Any] = []
@@ -232,9 +248,13 @@ class Watch:
         if tensor.dtype == torch.float64:
             self.events.append("totals")
             self._place = 0
-        else:
-            self.events.append(self._names(tensor.flatten()))
-        return self._all_reduce(tensor, **options)
+            return self._all_reduce(tensor, **options)
+        self.events.append(self._names(tensor.flatten()))
+        return Mock(wait=Mock(side_effect=partial(self._wait, self._all_reduce(tensor, **options))))
+
+    def _wait(self, work: Any) -> None:
+        self.events.append("wait")
+        work.wait()
 
     def _names(self, flat: Tensor) -> list[str]:
         start, values = self._place, torch.empty(0)
@@ -273,7 +293,12 @@ def watched(name: str, bucket_bytes: int) -> Record:
     return {"steps": steps, "weights": whole(drafter.state_dict())}
 
 
-CHECKS: dict[str, Callable[[str], Record]] = {"splits": check_splits, "shards": check_shards, "watch": check_watch}
+CHECKS: dict[str, Callable[[str], Record]] = {
+    "splits": check_splits,
+    "shards": check_shards,
+    "sharded_sums": check_sharded_sums,
+    "watch": check_watch,
+}
 
 
 def main() -> None:

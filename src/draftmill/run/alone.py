@@ -59,7 +59,6 @@ def run_alone(session: Session) -> Outcome:
 
 def _load(session: Session) -> States:
     session.status.phase("loading")
-    say(f"loading target {session.config.target.model} …")
     config, built = session.config, session.built
     steps = config.train.accumulation
     bins = bins_of(built.plan, session.start_step * steps, built.total_steps * steps)

@@ -120,3 +120,4 @@ class DrafterGroup:
         for worker in self.living:
             worker.kill()
             worker.close()
+        self.workers = []

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from draftmill.run.link import Link, work
 from draftmill.run.messages import Beat, Broken, Phase
 
+NAME = "draftmill "  # of every worker process, before its own
 _spawned = multiprocessing.get_context("spawn")  # never forked: CUDA and threads do not survive a fork
 
 
@@ -32,9 +33,10 @@ class Worker:
         self.phase, self.since = "starting", time.monotonic()
         self.beat = Beat(0, 0.0, 0.0)
         self.heard = self.moved = time.monotonic()
+        self.has_spoken = False
         self.broken: Broken | None = None
         self.connection, theirs = _spawned.Pipe()
-        self.process = _spawned.Process(target=_main, args=(theirs, os.getpid(), body, job), name=f"draftmill {name}")
+        self.process = _spawned.Process(target=_main, args=(theirs, os.getpid(), body, job), name=NAME + name)
         self.process.start()
         theirs.close()
 
@@ -75,7 +77,7 @@ class Worker:
 
     def _note(self, message: Any) -> None:
         now = time.monotonic()
-        self.heard = now
+        self.heard, self.has_spoken = now, True
         if isinstance(message, Phase):
             self.phase, self.since, self.moved = message.name, now, now
         elif isinstance(message, Beat):
@@ -83,6 +85,14 @@ class Worker:
             self.beat = message
         elif isinstance(message, Broken):
             self.broken = message
+
+
+def kill_strays() -> None:
+    """End workers that nobody holds: an interrupt came while they were being started."""
+    for process in multiprocessing.active_children():
+        if process.name.startswith(NAME):
+            process.kill()
+            process.join()
 
 
 def _main(connection: Connection, supervisor: int, body: type[Body], job: Any) -> None:

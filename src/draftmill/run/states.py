@@ -97,6 +97,7 @@ def open_states(
     reuse = ReusedStates(int(config.target.reuse_states_gb * 1e9 / share))
 
     def load() -> Target:
+        say(f"loading target {config.target.model} …")
         started = time.perf_counter()
         target = Target(config.target, spec.taps, device=device)
         say(f"target loaded on {device} in {time.perf_counter() - started:.1f} s; documents kept apart by: "
@@ -147,7 +148,7 @@ def _open(config: RunConfig, identity: CacheIdentity, plan: BatchPlan) -> StateC
         identity,
         slot_bytes=plan.token_budget * len(identity.taps) * identity.hidden_size * itemsize,
         bins=plan.batches_per_epoch,
-        limit_bytes=None if config.cache_gb is None else int(config.cache_gb * 1e9),
+        limit_bytes=None if config.cache_gb is None else round(config.cache_gb * 1e9),
         warn=say,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from draftmill.errors import UserError
 from draftmill.run.coordinator import Coordinator
 from draftmill.run.drafters import DrafterGroup
-from draftmill.run.launch_local import Worker
+from draftmill.run.launch_local import Worker, kill_strays
 from draftmill.run.ledger import Ledger
 from draftmill.run.messages import (
     Batch,
@@ -48,6 +48,7 @@ LEASES = 2  # per target: one at work, one that it can begin without asking
 TICK_SECONDS = 0.5  # how late the loop may notice a signal, a pause that is over or a silent worker
 MAX_FAILURES = 3  # of one batch
 STOP_SECONDS = 25.0  # for the drafters to finish their step and save
+START_SECONDS = 600.0  # for a new process to import what it needs: until then it can give no sign of life
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Supervisor:
         self._made_by: dict[int, str] = {}  # batch → target, until it is trained
         self._stop_by: float | None = None
         self._may_begin = 0
+        self._working = False  # the drafters train: before that, a stop has nothing to save
         self._checked = False
 
     def run(self) -> Ended:
@@ -101,6 +103,8 @@ class Supervisor:
         try:
             self.drafters.start()
             while not self.drafters.all_ended:
+                if self.asked_to_stop() and not self._working:
+                    return Ended(self.drafters.start_step, finished=False)
                 self._turn()
             self._decode_check()
             return self.drafters.outcome()
@@ -125,12 +129,16 @@ class Supervisor:
         handles: list[Any] = [w.connection for w in workers] + [w.process.sentinel for w in workers]
         ready = wait(handles, timeout=TICK_SECONDS)
         for worker in workers:
-            if worker.connection in ready or worker.process.sentinel in ready:
+            if self._is_ours(worker) and (worker.connection in ready or worker.process.sentinel in ready):
                 gone = not worker.process.is_alive()  # asked before reading, so that its last words are read
                 for message in worker.messages():
                     self._hear(worker, message)
                 if gone:
                     self._lost(worker)
+
+    def _is_ours(self, worker: Worker) -> bool:
+        """False for a rank that was ended meanwhile because another one died."""
+        return self.drafters.has(worker) or (self.targets is not None and self.targets.seat_of(worker) is not None)
 
     def _hear(self, worker: Worker, message: Any) -> None:
         match message:
@@ -211,7 +219,6 @@ class Supervisor:
 
     def _distribute(self) -> None:
         if self.coordinator is None or self.targets is None:
-            self._allow(self.drafters.start_step + 1)
             return
         if self.drafters.rings_wanted and not self.drafters.all_handles():
             return
@@ -238,17 +245,21 @@ class Supervisor:
         if self._supplied != self.drafters.generation:
             self._supplied = self.drafters.generation
             self.drafters.tell(Matrices(self.facts))
-            self.hooks.began()
+            self._begin()
         for delivery in self.coordinator.deliver():
             self.drafters.workers[delivery.rank].send(Batch(delivery.index, delivery.slot))
 
     def _allow(self, steps: int) -> None:
         """Inline ranks: all may begin the steps below `steps`."""
         if self.targets is None and steps > self._may_begin and self._stop_by is None:
-            if self._may_begin == 0:
-                self.hooks.began()
+            if not self._working:
+                self._begin()
             self._may_begin = steps
             self.drafters.tell(MayBegin(steps))
+
+    def _begin(self) -> None:
+        self._working = True
+        self.hooks.began()
 
     def _lost(self, worker: Worker) -> None:
         if self.coordinator is not None and self.targets is not None and (seat := self.targets.seat_of(worker)):
@@ -276,10 +287,17 @@ class Supervisor:
         first = step * self.batches_per_step
         if self.coordinator is not None:
             self.coordinator.rewind(first)
+            self._note_saved(first)
         self.ledger.rewound(first, reason)
-        self._may_begin = 0
-        self.hooks.rewound(step)
+        if self._working:
+            self.hooks.rewound(step)
+        self._may_begin, self._working = 0, False
         self.hooks.say(f"warning: the drafter ended ({reason}); it goes on from step {step}")
+
+    def _note_saved(self, first: int) -> None:
+        """Batches in the checkpoint, of which the dead drafter had no time to say that it has trained on them."""
+        for index in sorted(index for index in self._made_by if index < first):
+            self.ledger.trained(index, index % len(self.drafters.jobs), self._made_by.pop(index))
 
     # --- time
 
@@ -308,8 +326,9 @@ class Supervisor:
         in_the_way = set() if self.coordinator is None else self.coordinator.blocking()
         for worker in self._workers():
             silent, still = now - worker.heard, now - worker.moved
+            patience = 2 * self.lease_seconds if worker.has_spoken else START_SECONDS
             hung = still > self.hang_seconds and self._has_work(worker)
-            if worker.name in in_the_way or silent > 2 * self.lease_seconds or hung:
+            if worker.name in in_the_way or silent > patience or hung:
                 what = f"has done nothing for {still:.0f} s" if hung else f"has been silent for {silent:.0f} s"
                 self.hooks.say(f"warning: {worker.name} {what} (last phase: {worker.phase}) and is killed")
                 worker.kill()  # its end is noticed like any other
@@ -333,8 +352,9 @@ class Supervisor:
         assert seat.worker is not None
         self.hooks.changed({**self.state(), "phase": "checking"})
         seat.worker.send(Check(str(self.drafters.checkpoints)))
-        while not self._checked and seat.worker is not None and seat.worker.process.is_alive():
+        while not (self._checked or seat.worker is None or self.asked_to_stop()):
             self._listen()
+            self._mind_silence(time.monotonic())
         if not self._checked:
             self.hooks.checked(None)
 
@@ -345,6 +365,7 @@ class Supervisor:
         for worker in workers:
             worker.kill()
             worker.close()
+        kill_strays()
         self.drafters.clean()
         self.ledger.close()
 
