@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -670,6 +672,14 @@ def test_a_process_killed_while_writing_leaves_no_half_bin(tmp_path: Path) -> No
     assert cache.load(1, into)
     assert torch.equal(into, states_of(1))
     assert not warnings
+
+
+def test_a_restarted_container_numbers_its_processes_anew(tmp_path: Path) -> None:
+    opened(tmp_path)
+    name = f".bin-00000002.safetensors.{socket.gethostname()}-{os.getpid()}.partial"
+    (tmp_path / name).touch()
+    opened(tmp_path)
+    assert not partials(tmp_path)
 
 
 def test_a_write_reaches_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ class DrafterWorker:
         if isinstance(ring, SharedRing):
             return shared_reader(ring, self.job.rank, self.job.device)
         device_ring = DeviceRing(ring, self.job.device)
-        self.link.send(RingReady(device_ring.handle()))
+        self.link.send(RingReady(device_ring.handle))
         return device_ring
 
     def _await_matrices(self) -> TargetFacts | None:

@@ -160,7 +160,7 @@ def _coordinator(session: Session) -> Coordinator | None:
 def _targets(
     session: Session, ring: SharedRing | RingShape | None, matrices: SharedMatrices | None
 ) -> TargetGroup | None:
-    if matrices is None:
+    if matrices is None or ring is None:
         return None
     config, built = session.config, session.built
     devices = built.placement.targets
@@ -171,7 +171,7 @@ def _targets(
         threads=threads_per_process(config.threads, built.placement.processes),
         batches=_batches(session),
         targets=len(devices),
-        ring=ring if isinstance(ring, SharedRing) else None,
+        ring=ring,
         matrices=matrices,
     )
     return TargetGroup([replace(job, device=device) for device in devices], say)

@@ -15,10 +15,10 @@ from draftmill.config import RunConfig
 from draftmill.data.plan import BatchPlan
 from draftmill.data.prepared import PreparedSet
 from draftmill.drafter.config import DrafterSpec
-from draftmill.handoff.device import device_writers
+from draftmill.handoff.device import DeviceRingWriters
 from draftmill.handoff.interface import Transfer, Writer
 from draftmill.handoff.matrices import SharedMatrices, is_tied
-from draftmill.handoff.shared import SharedRing, shared_writers
+from draftmill.handoff.shared import RingShape, SharedRing, shared_writers
 from draftmill.records import TokenBatch
 from draftmill.run.link import Link
 from draftmill.run.messages import Check, Checked, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
@@ -66,10 +66,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TargetJob(Job):
-    """ring: the slots in host memory; None where they lie in the drafters' devices (then their handles come later)."""
+    """ring: the slots in host memory, or only their shape: then they lie in the drafters' devices, and handles come."""
 
     targets: int
-    ring: SharedRing | None
+    ring: SharedRing | RingShape
     matrices: SharedMatrices
 
 
@@ -83,7 +83,10 @@ class TargetWorker:
         self.plan = job.prepare_process()
         bins = bins_of(self.plan, *job.batches)
         self.states = open_states(job.config, job.spec, self.plan, job.device, bins=bins, share=job.targets)
-        self.writers: list[Writer] = [] if job.ring is None else list(shared_writers(job.ring, job.device))
+        self.writers: list[Writer] = []
+        if isinstance(job.ring, SharedRing):
+            self.writers += shared_writers(job.ring, job.device)
+        self._direct: DeviceRingWriters | None = None
         self._moving: Moving | None = None
         self._steady = False
         link.send(Loaded(facts_of(self.states, time.perf_counter() - started)))
@@ -97,9 +100,18 @@ class TargetWorker:
                 self.job.matrices.write(self.states.embedding, self.states.head)
                 self.link.send(Shared())
             elif isinstance(message, Rings):
-                self.writers = list(device_writers(list(message.handles), self.job.device))
+                self._open(message.handles)
             elif isinstance(message, Check):
                 self.link.send(check_by_decoding(self.job, self.states, self.plan, Path(message.path)))
+
+    def _open(self, handles: tuple[bytes, ...]) -> None:
+        """The drafters have (new) slots in their devices' memory."""
+        assert isinstance(self.job.ring, RingShape)
+        self._land()
+        if self._direct is not None:
+            self._direct.close()
+        self._direct = DeviceRingWriters(handles, self.job.ring, self.job.device)
+        self.writers = [*self._direct.writers]
 
     def _next(self) -> Any:
         if not self.link.pending():

@@ -100,7 +100,7 @@ class StateCache:
             self.bytes += features.nbytes
 
     def complete(self, bins: Iterable[int]) -> bool:
-        """Whether all these bins are there, by header and size (about 25 µs a bin). Their bytes are checked by `load`,
+        """Whether all these bins are there, by header and size (about 50 µs a bin). Their bytes are checked by `load`,
         so a flipped bit shows only there."""
         return all(is_whole(self._path(bin), self._label(bin)) for bin in bins)
 
