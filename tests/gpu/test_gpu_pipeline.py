@@ -133,17 +133,17 @@ def run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=257,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "target")
+    answers = [f"{n} is it. " * (n % 9 + 2) for n in range(80)]
     rows = [
-        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n} is it. " * (n % 9 + 2)}]}
-        for n in range(80)
-    ]  # fmt: skip
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": answer}]}
+        for n, answer in enumerate(answers)
+    ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare(
-        PrepareConfig(inputs=[folder / "chat.jsonl"], output=folder / "set", model=str(folder / "target"), workers=1)
-    )
+    model = str(folder / "target")
+    prepare(PrepareConfig(inputs=[folder / "chat.jsonl"], output=folder / "set", model=model, workers=1))
     values = {
         "run_dir": str(folder / "run"), "decode_check_prompts": 2,
-        "data": {"prepared": str(folder / "set"), "token_budget": 512}, "target": {"model": str(folder / "target")},
+        "data": {"prepared": str(folder / "set"), "token_budget": 512}, "target": {"model": model},
         "drafter": {"layers": 2, "block_size": 4},
         "train": {"epochs": 100, "max_steps": 60, "anchors": 64, "log_every": 10, "save_every": 20, "lr": 0.003},
     }  # fmt: skip
@@ -171,7 +171,7 @@ def inline_losses(run_files: Path) -> list[float]:
     finish(start(run_files, "inline"))
     found = losses(run_files / "inline")
     assert len(found) == 6
-    assert found[-1] < 0.8 * found[0]
+    assert found[-1] < found[0] - 0.2
     return found
 
 

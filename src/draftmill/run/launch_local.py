@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from draftmill.run.link import Link, work
+from draftmill.run.link import ASKING, Link, work
 from draftmill.run.messages import Beat, Broken, Phase
 
 NAME = "draftmill "  # of every worker process, before its own
@@ -37,7 +38,8 @@ class Worker:
         self.broken: Broken | None = None
         self.connection, theirs = _spawned.Pipe()
         self.process = _spawned.Process(target=_main, args=(theirs, os.getpid(), body, job), name=NAME + name)
-        self.process.start()
+        with _undisturbed():
+            self.process.start()
         theirs.close()
 
     def send(self, message: Any) -> None:
@@ -85,6 +87,16 @@ class Worker:
             self.beat = message
         elif isinstance(message, Broken):
             self.broken = message
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals wait. A new process inherits that, so Ctrl-C does not break into its imports; `work` ends it there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_strays() -> None:

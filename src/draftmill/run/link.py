@@ -18,6 +18,7 @@ from draftmill.errors import UserError
 from draftmill.run.messages import Beat, Broken, Phase
 
 BEAT_SECONDS = 1.0
+ASKING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to end
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,8 +84,9 @@ class Link:
 def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) -> None:
     """Run a worker's `body` with its link; report how it broke, if it did. Every worker process begins here."""
     die_with(supervisor)
-    for kind in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes of a terminal; the supervisor decides
+    for kind in ASKING:  # Ctrl-C reaches all processes of a terminal; the supervisor decides
         signal.signal(kind, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     link = Link(connection)
     try:
         body(link)

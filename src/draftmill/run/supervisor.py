@@ -306,6 +306,7 @@ class Supervisor:
         if self.asked_to_stop() and self._stop_by is None:
             self._stop_by = now + STOP_SECONDS
             self.drafters.tell(Stop(self._last_step()))
+            self.hooks.say("stopping: the drafter finishes its step and saves; a second Ctrl-C ends the run at once")
         if self._stop_by is not None and now > self._stop_by:
             raise UserError(
                 f"the drafter did not finish its step and save within {STOP_SECONDS:g} s of being asked to stop; the "

@@ -16,7 +16,8 @@ FIRST_PAUSE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Seat:
-    """One target's place. restarts: in a row. start_at: when to start anew, of `time.monotonic`. given_up: why."""
+    """One target's place. restarts: in a row. start_at: when to start anew, of `time.monotonic`. ended: why its last
+    process did. given_up: whether it is not started any more."""
 
     name: str
     job: TargetJob
@@ -24,7 +25,8 @@ class Seat:
     loaded: bool = False
     restarts: int = 0
     start_at: float = 0.0
-    given_up: str | None = None
+    ended: str | None = None
+    given_up: bool = False
 
 
 class TargetGroup:
@@ -36,7 +38,7 @@ class TargetGroup:
     def start_due(self) -> None:
         """Start every seat that has no worker and whose pause is over."""
         for seat in self.seats:
-            if seat.worker is None and seat.given_up is None and time.monotonic() >= seat.start_at:
+            if seat.worker is None and not seat.given_up and time.monotonic() >= seat.start_at:
                 seat.worker, seat.loaded = Worker(seat.name, TargetWorker, seat.job), False
 
     def seat_of(self, worker: Worker) -> Seat | None:
@@ -56,20 +58,24 @@ class TargetGroup:
             raise UserError(reason)
         if broken is not None:
             self._say(broken.traceback.rstrip())
+        cannot_load = broken is not None and not seat.loaded and reason == seat.ended  # the same error, twice
+        seat.ended = reason
         seat.restarts += 1
-        self.restarts += 1
-        if seat.restarts > MAX_RESTARTS:
+        if cannot_load or seat.restarts > MAX_RESTARTS:
             self._give_up(seat, reason)
             return
+        self.restarts += 1
         pause = FIRST_PAUSE_SECONDS * 2.0 ** (seat.restarts - 1)
         seat.start_at = time.monotonic() + pause
         self._say(f"warning: {seat.name} ended ({reason}); its batches go to others, it starts anew in {pause:g} s")
 
     def _give_up(self, seat: Seat, reason: str) -> None:
-        seat.given_up = reason
+        seat.given_up = True
         if all(other.given_up for other in self.seats):
-            raise UserError(f"the run stopped: no target is left; {seat.name} ended {MAX_RESTARTS + 1} times: {reason}")
+            raise UserError(
+                f"the run stopped: no target is left; {seat.name} ended {seat.restarts} times in a row: {reason}"
+            )
         self._say(
-            f"warning: {seat.name} ended {MAX_RESTARTS + 1} times in a row ({reason}) and is given up; the run goes on "
+            f"warning: {seat.name} ended {seat.restarts} times in a row ({reason}) and is given up; the run goes on "
             "with the others, more slowly"
         )

@@ -1,0 +1,285 @@
+"""Processes of a run are killed, stopped, interrupted and fed with what breaks them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from run_helpers import metrics, wait_for
+from safetensors.torch import load_file, save_file
+from test_pipeline import SHARED, STEPS, Mill, Run, assert_each_batch_once, assert_same, split
+
+from draftmill.data.plan import BatchPlan
+from draftmill.data.prepared import DOCUMENTS_FILE, PreparedSet
+from draftmill.train.checkpoint import find_latest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def mill(tiny_target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mill]:
+    before = set(SHARED.iterdir())
+    with Mill.opened(tmp_path_factory.mktemp("faults"), tiny_target, prepared) as mill:
+        yield mill
+    wait_for(lambda: set(SHARED.iterdir()) <= before, 30)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mill: Mill) -> Run:
+    return mill.train("undisturbed")
+
+
+def saved_step(run: Run) -> int:
+    latest, _ = find_latest(run.folder / "checkpoints")
+    return 0 if latest is None else latest.step
+
+
+# --- killed
+
+
+def test_a_killed_target_and_then_a_killed_drafter_change_nothing(mill: Mill, undisturbed: Run) -> None:
+    run = mill.start("killed", *split(1, 1))
+    run.await_rows(4)
+    run.worker("target-0").kill()
+    run.await_said(r"target-0 ended \(killed by SIGKILL .*; its batches go to others, it starts anew in 1 s")
+    run.await_rows(12)
+    run.worker("drafter-0").kill()
+    run.await_said(r"the drafter ended \(drafter-0: killed by SIGKILL .* it goes on from step (10|15|20)")
+    assert run.end() == 0, run.said
+    assert_same(run, undisturbed)
+    assert run.status()["restarts"] == 2
+
+
+def test_one_of_two_targets_and_one_of_two_ranks_killed_change_nothing(mill: Mill, undisturbed: Run) -> None:
+    run = mill.start("killed-of-two", *split(2, 2))
+    run.await_rows(4)
+    run.worker("target-1").kill()
+    run.await_rows(8)
+    run.worker("drafter-1").kill()
+    run.await_said(r"it goes on from step (5|10|15|20)")
+    assert run.end() == 0, run.said
+    assert_same(run, undisturbed)
+    assert run.status()["restarts"] == 2
+    other_rank = [line for line in run.said.splitlines() if line.startswith("error:")]
+    assert not other_rank
+
+
+def test_everything_ends_with_a_killed_supervisor_and_goes_on(mill: Mill, undisturbed: Run) -> None:
+    run = mill.start("orphaned", *split(2, 2))
+    run.await_rows(7)
+    run.worker("target-1").suspend()
+    run.process.kill()
+    wait_for(lambda: not run.processes(), 10)
+    assert run.process.wait() == -signal.SIGKILL
+    resumed = mill.train("orphaned", *split(1, 1), "--resume")
+    assert "resuming from" in resumed.said
+    assert_same(resumed, undisturbed)
+
+
+# --- silent
+
+
+def test_a_late_result_is_dropped_and_a_silent_target_replaced(mill: Mill, undisturbed: Run) -> None:
+    run = mill.start("silent", *split(2, 1), "handoff.lease_seconds=2")
+    run.await_rows(3)
+    target = run.worker("target-0")
+    target.suspend()
+    run.await_said(r"target-0 has been silent for 2 s; batch \d+ goes to another target")
+    target.resume()
+    run.await_rows(len(metrics(run.folder)) + 2)
+    assert target.is_running()
+    for name in ("target-0", "target-1"):
+        run.worker(name).suspend()
+    for name in ("target-0", "target-1"):
+        run.await_said(rf"{name} has been silent for \d+ s \(last phase: working\) and is killed")
+    assert run.end() == 0, run.said
+    assert_same(run, undisturbed)
+    assert run.status()["restarts"] == 2
+    late = int(re.findall(r"target-0 has been silent for 2 s; batch (\d+) goes", run.said)[0])
+    trained = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["target"] for entry in trained if entry.get("trained") == late] == ["target-1"]
+
+
+# --- broken
+
+
+@pytest.fixture
+def untied(tiny_target: Path, tmp_path: Path) -> Path:
+    """The tiny target with a head of its own."""
+    folder = tmp_path / "untied"
+    shutil.copytree(tiny_target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def word_of_one_document(prepared: Path) -> tuple[int, int]:
+    """(document, token): in the third batch or later, and in no other document."""
+    data = PreparedSet.open(prepared)
+    ids = [set(data.document(number)[0].tolist()) for number in range(len(data))]
+    plan = BatchPlan(data, 192, 0)
+    for index in range(2, plan.batches_per_epoch):
+        for document in plan.batch(index).documents:
+            if own := ids[document] - set().union(*ids[:document], *ids[document + 1 :]):
+                return document, min(own)
+    raise AssertionError("no such word")
+
+
+def test_states_that_are_not_finite_end_the_run_with_the_document(mill: Mill, untied: Path, prepared: Path) -> None:
+    document, token = word_of_one_document(prepared)
+    weights = load_file(untied / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = torch.nan
+    save_file(weights, untied / "model.safetensors", metadata={"format": "pt"})
+    run = mill.start("nan", *split(2, 1), f"target.model={untied}")
+    assert run.end() == 2, run.said
+    assert len(run.error_lines) == 1
+    assert "a batch failed 3 times; hidden state of target layer 1 is not finite" in run.error_lines[0]
+    assert f"document {document} of the prepared set" in run.error_lines[0]
+    assert "try 2 of 3" in run.said
+    assert "Traceback" not in run.said
+    assert run.status()["phase"] == "failed"
+
+
+def test_a_target_that_breaks_at_a_batch_ends_the_run_with_the_reason(
+    mill: Mill, prepared: Path, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(prepared, damaged)
+    document, _ = word_of_one_document(prepared)
+    table = pa.ipc.open_file(damaged / DOCUMENTS_FILE).read_all()
+    ids = table.column("input_ids").to_pylist()
+    ids[document][0] = 60_000
+    place = table.schema.get_field_index("input_ids")
+    table = table.set_column(place, table.schema.field(place), pa.array(ids, table.schema.field(place).type))
+    with pa.ipc.new_file(damaged / DOCUMENTS_FILE, table.schema) as writer:
+        writer.write_table(table)
+    run = mill.start("breaks", *split(1, 1), f"data.prepared={damaged}")
+    assert run.end() == 2, run.said
+    assert len(run.error_lines) == 1
+    assert "a batch failed 3 times; IndexError in the target's forward of batch" in run.error_lines[0]
+    assert re.search(rf"\(documents [^)]*\b{document}\b", run.error_lines[0])
+
+
+def test_a_target_that_cannot_load_ends_the_run_with_the_reason(mill: Mill, tiny_target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target, folder)
+    run = mill.start("lost-weights", *split(1, 1), f"target.model={folder}")
+    run.await_rows(6)
+    (folder / "model.safetensors").unlink()
+    run.worker("target-0").kill()
+    assert run.end() == 2, run.said
+    assert len(run.error_lines) == 1
+    assert "no target is left; target-0 ended 3 times in a row: OSError: Error no file named" in run.error_lines[0]
+    assert saved_step(run) == 5
+
+
+def test_a_drafter_that_diverges_ends_the_run_with_the_reason(mill: Mill) -> None:
+    run = mill.start("diverges", *split(1, 2), "train.lr=1e38", "train.max_steps=100")
+    assert run.end() == 2, run.said
+    assert len(run.error_lines) == 1
+    assert "10 updates in a row had a non-finite gradient" in run.error_lines[0]
+    assert "Traceback" not in run.said
+
+
+# --- interrupted
+
+
+def test_ctrl_c_while_loading_ends_at_once(mill: Mill) -> None:
+    for name, devices in (("loading", split(2, 2)), ("loading-inline", ("devices.inline=cpu*2",))):
+        run = mill.start(name, *devices)
+        run.await_that(lambda run=run: "loading" in [run.phase(worker) for worker in run.status().get("workers", {})])
+        run.interrupt()
+        assert run.end(30) == 130, run.said
+        assert "nothing was trained yet" in run.said
+        assert "Traceback" not in run.said
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(mill: Mill, undisturbed: Run) -> None:
+    run = mill.start("interrupted", "devices.inline=cpu*2")
+    run.await_rows(6)
+    run.interrupt()
+    assert run.end(30) == 130, run.said
+    step = saved_step(run)
+    assert step == run.status()["step"]
+    assert 6 <= step < STEPS
+    again = mill.start("interrupted", *split(1, 1), "--resume")
+    again.await_rows(step + 2)
+    again.worker("drafter-0").suspend()
+    again.interrupt()
+    again.await_said("a second Ctrl-C ends the run at once")
+    again.interrupt()
+    assert again.end(30) == 130, again.said
+    assert again.status()["phase"] == "stopped"
+    assert saved_step(again) >= step
+    assert_same(mill.train("interrupted", *split(2, 1), "--resume"), undisturbed)
+
+
+# --- load
+
+
+def test_memory_stays_flat_and_waiting_costs_nothing(mill: Mill) -> None:
+    steps, slots = 200, 4
+    run = mill.start(
+        "load", *split(2, 1), f"handoff.slots={slots}", "train.accumulation=1", f"train.max_steps={steps}",
+        "train.save_every=1000", "train.anchors=96", "drafter.layers=4",
+    )  # fmt: skip
+    run.await_rows(40)
+    before = memory(run)
+    assert waiting_share(run) < 0.05
+    run.await_rows(steps - 10)
+    assert memory(run) < 1.03 * before
+    assert run.end() == 0, run.said
+    assert_each_batch_once(run, steps)
+    waits = [row["waits"] for row in metrics(run.folder)]
+    assert max(wait["slots_in_use"] for wait in waits) == slots
+    assert sum(wait["targets_wait"] > 0.5 for wait in waits[-100:]) > 90  # it is the drafter that holds them back
+
+
+def memory(run: Run) -> int:
+    """Bytes of all processes, what they share counted once."""
+    return sum(process.memory_full_info().pss for process in run.processes())
+
+
+def waiting_share(run: Run) -> float:
+    """Share of a core that supervisor and drafter use while the targets are stopped."""
+    targets = [run.worker("target-0"), run.worker("target-1")]
+    watched = [run.worker("drafter-0"), psutil.Process(run.process.pid)]
+    for target in targets:
+        target.suspend()
+    await_standstill(run)
+    before, started = cpu_seconds(watched), time.monotonic()
+    wait_for(lambda: time.monotonic() - started > 3)
+    used = (cpu_seconds(watched) - before) / (time.monotonic() - started)
+    for target in targets:
+        target.resume()
+    return used
+
+
+def await_standstill(run: Run) -> None:
+    """No step for a second."""
+    last, since = -1, time.monotonic()
+
+    def still() -> bool:
+        nonlocal last, since
+        if (count := len(metrics(run.folder))) != last:
+            last, since = count, time.monotonic()
+        return time.monotonic() - since > 1
+
+    wait_for(still)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
