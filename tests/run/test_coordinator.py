@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -749,3 +749,47 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
     max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_whole_rounds_go_out_together_when_ranks_meet_in_every_micro_step() -> None:
+    """Two ranks, three rounds a step. Without whole_rounds rank 0's first batch would go alone."""
+    for whole_rounds, early in ((False, [0]), (True, [])):
+        coordinator = Coordinator(
+            first=0, end=12, ranks=2, slots=3, batches_per_step=6, lease_seconds=10.0, whole_rounds=whole_rounds
+        )
+        leases = [coordinator.grant("t", 0.0) for _ in range(6)]
+        assert all(leases)
+        coordinator.complete(leases[0].id)
+        assert [delivery.index for delivery in coordinator.deliver()] == early
+        coordinator.complete(leases[2].id)  # rank 0's second round
+        coordinator.complete(leases[1].id)
+        delivered = early + [delivery.index for delivery in coordinator.deliver()]
+        assert sorted(delivered) == ([0, 1, 2] if not whole_rounds else [0, 1])
+        for lease in leases[3:]:
+            coordinator.complete(lease.id)
+        delivered += [delivery.index for delivery in coordinator.deliver()]
+        assert sorted(delivered) == [0, 1, 2, 3, 4, 5]
+
+
+@given(data=st.data(), ranks=st.integers(1, 3), rounds=st.integers(1, 3), slots=st.integers(1, 3))
+def test_whole_rounds_never_give_one_rank_more_than_another(
+    data: st.DataObject, ranks: int, rounds: int, slots: int
+) -> None:
+    step = ranks * rounds
+    coordinator = Coordinator(
+        first=0, end=3 * step, ranks=ranks, slots=slots, batches_per_step=step, lease_seconds=1e9, whole_rounds=True
+    )
+    leased: list[Lease] = []
+    delivered: dict[int, int] = dict.fromkeys(range(ranks), 0)
+    held: list[tuple[int, int]] = []
+    while not coordinator.finished:
+        while lease := coordinator.grant("t", 0.0):
+            leased.append(lease)
+        if leased and (not held or data.draw(st.booleans())):
+            coordinator.complete(leased.pop(data.draw(st.integers(0, len(leased) - 1))).id)
+        elif held:
+            coordinator.release(*held.pop(0))
+        for delivery in coordinator.deliver():
+            delivered[delivery.rank] += 1
+            held.append((delivery.rank, delivery.index))
+        assert len(set(delivered.values())) == 1

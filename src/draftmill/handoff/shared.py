@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -39,6 +40,7 @@ class SharedMemory:
         self._map()
 
     def _map(self) -> None:
+        weakref.finalize(self, os.close, self._file)  # an open file would keep the bytes, mapped or not
         self.bytes = torch.frombuffer(mmap.mmap(self._file, self.size), dtype=torch.uint8)
 
     def __getstate__(self) -> dict[str, Any]:

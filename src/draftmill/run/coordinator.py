@@ -62,9 +62,21 @@ class Coordinator:
     """Batches first … end − 1; batch i is of rank i % ranks and step i // batches_per_step. `slots` is per rank."""
 
     def __init__(
-        self, *, first: int, end: int, ranks: int, slots: int, batches_per_step: int, lease_seconds: float
+        self,
+        *,
+        first: int,
+        end: int,
+        ranks: int,
+        slots: int,
+        batches_per_step: int,
+        lease_seconds: float,
+        whole_rounds: bool = False,
     ) -> None:
-        """ValueError if the numbers don't fit together."""
+        """ValueError if the numbers don't fit together.
+
+        whole_rounds: the ranks meet in every micro-step, not only in the last of a step, so each round of `ranks`
+        batches goes out together.
+        """
         if min(ranks, slots, batches_per_step) < 1:
             raise ValueError(f"must be 1 or more: {ranks=}, {slots=}, {batches_per_step=}")
         if batches_per_step % ranks:
@@ -81,6 +93,7 @@ class Coordinator:
         self._holds: dict[int, _Hold] = {}  # by lease id; at most slots × ranks, so that one may look through all
         self._failures: Counter[int] = Counter()  # by batch index
         self._next_id = 0
+        self._whole_rounds = whole_rounds
         self._stopped = False
 
     def grant(self, worker: str, now: float) -> Lease | None:
@@ -238,8 +251,11 @@ class Coordinator:
 
     def _may_go(self, index: int) -> bool:
         start = index - index % self._batches_per_step
-        step = range(start, start + self._batches_per_step)
-        return index + self._ranks in step or all(map(self._is_complete, step))
+        needed = range(start, start + self._batches_per_step)
+        if index + self._ranks in needed:  # not the last round
+            first = index - index % self._ranks
+            needed = range(first, first + self._ranks if self._whole_rounds else first)
+        return all(map(self._is_complete, needed))
 
     def _is_complete(self, index: int) -> bool:
         pool = self._pools[index % self._ranks]

@@ -69,6 +69,7 @@ class DrafterWorker:
                 self.plan,
                 reader,
                 batches_per_step=job.config.train.accumulation,
+                whole_rounds=parallel.always_run,
                 fingerprint=facts.fingerprint,
                 taps=job.spec.taps,
             )

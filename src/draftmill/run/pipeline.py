@@ -154,6 +154,7 @@ def _coordinator(session: Session) -> Coordinator | None:
         slots=built.slots,
         batches_per_step=config.train.accumulation,
         lease_seconds=config.handoff.lease_seconds,
+        whole_rounds=config.parallel == "fsdp",
     )
 
 

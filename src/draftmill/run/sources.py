@@ -64,7 +64,11 @@ class StepGate:
 
 
 class QueuedSource:
-    """Batches that the supervisor announces, in index order, each in a slot of this rank."""
+    """Batches that the supervisor announces, in index order, each in a slot of this rank.
+
+    whole_rounds: the ranks meet in every micro-step. Then a stop lets each rank do all that was announced, which is the
+    same number of rounds for all, although the updates of an unfinished step are thrown away.
+    """
 
     def __init__(
         self,
@@ -73,29 +77,34 @@ class QueuedSource:
         reader: Reader,
         *,
         batches_per_step: int,
+        whole_rounds: bool,
         fingerprint: str,
         taps: tuple[int, ...],
     ) -> None:
         self._link, self._plan, self._reader = link, plan, reader
         self._batches_per_step, self._fingerprint, self._taps = batches_per_step, fingerprint, taps
+        self._whole_rounds = whole_rounds
         self._announced: dict[int, int] = {}  # index → slot
         self._using: deque[tuple[int, Transfer]] = deque()  # released by the loop, still read by the device
         self._end: int | None = None  # first batch that is not to be trained any more
         self._taken = 0.0
 
     def take(self, index: int) -> HiddenBatch | None:
-        while index not in self._announced and (self._end is None or index < self._end):
+        while index not in self._announced and not self._ended(index):
             if not self._link.pending():
                 self._give_back(all_of_them=True)
             self._hear(self._link.receive(idle=self._taken > 0))
         while self._link.pending():
             self._hear(self._link.receive())
         self._give_back(all_of_them=False)
-        if self._end is not None and index >= self._end:
+        if index not in self._announced or (self._ended(index) and not self._whole_rounds):
             return None
         self._taken = time.perf_counter()
         features = self._reader.features(self._announced[index])
         return HiddenBatch(self._plan.batch(index), features, self._fingerprint, self._taps)
+
+    def _ended(self, index: int) -> bool:
+        return self._end is not None and index >= self._end
 
     def release(self, index: int) -> None:
         self._using.append((index, self._reader.done(self._announced.pop(index))))

@@ -87,11 +87,12 @@ class Label:
 def write_tensors(path: Path, label: Label, tensors: dict[str, Tensor]) -> None:
     """Write tensors [rows, width], on any device, in the order of label.names.
 
-    Raises OSError (disk full, folder gone); then no part of it stays.
+    Not flushed to the disk, which would cost more than the target's forward: what a power cut leaves half is told by
+    its checksum. Raises OSError (disk full, folder gone); then no part of it stays.
     """
     parts = [_bytes_of(tensors[name]) for name in label.names if name in tensors]
     header = _header(label, {name: tensors[name].shape for name in label.names if name in tensors}, _checksum(parts))
-    write_atomically(path, [memoryview(header), *parts])
+    write_atomically(path, [memoryview(header), *parts], flush=False)
 
 
 def read_tensors(path: Path, label: Label) -> dict[str, Tensor]:
@@ -124,8 +125,8 @@ def is_whole(path: Path, label: Label) -> bool:
     return True
 
 
-def write_atomically(path: Path, parts: Iterable[memoryview]) -> None:
-    """Readers see the whole file or none, also after a power cut; of several writers the last one wins.
+def write_atomically(path: Path, parts: Iterable[memoryview], *, flush: bool) -> None:
+    """Readers see the whole file or none, with `flush` also after a power cut; of several writers the last one wins.
 
     Raises OSError; then the temporary file is gone.
     """
@@ -134,12 +135,14 @@ def write_atomically(path: Path, parts: Iterable[memoryview]) -> None:
         with temporary.open("wb", buffering=0) as file:
             for part in parts:
                 _write_all(file, part)
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(path.parent)
+    if flush:
+        _flush_folder(path.parent)
 
 
 def remove_stale(folder: Path) -> None:
@@ -236,10 +239,8 @@ def read_identity(folder: Path) -> CacheIdentity | None:
 
 
 def target_files(model: str) -> str:
-    """What can be known of a target without loading it: 16 hex digits over a local folder's config.json and the names
-    and sizes of its weight files; a hub id itself. Raises UserError for a folder without config.json.
-
-    Weights overwritten by others of the same size are not noticed here, but by `target_fingerprint`.
+    """What can be known of a target without loading it: 16 hex digits over a local folder's config.json and the names,
+    sizes and some bytes of its weight files; a hub id itself. Raises UserError for a folder without config.json.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -247,8 +248,22 @@ def target_files(model: str) -> str:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(f"target.model: {folder} has no config.json; give the folder of a transformers model")
-    weights = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.suffix in _WEIGHTS)
-    return hashlib.sha256(config.read_bytes() + json.dumps(weights).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(config.read_bytes())
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS):
+        digest.update(json.dumps([path.name, path.stat().st_size]).encode())
+        digest.update(_some_bytes(path))
+    return digest.hexdigest()[:16]
+
+
+def _some_bytes(path: Path, places: int = 64, count: int = 4096) -> bytes:
+    """From evenly spaced places: another training of the same model differs almost everywhere."""
+    last = max(0, path.stat().st_size - count)
+    with path.open("rb") as file:
+        found = []
+        for place in range(places):
+            file.seek(last * place // (places - 1))
+            found.append(file.read(count))
+    return b"".join(found)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -275,7 +290,7 @@ def claim(folder: Path, identity: CacheIdentity) -> None:
                 "holds. Remove it or give another one"
             )
         text = json.dumps({"format": FORMAT, "digest": identity.digest, "identity": asdict(identity)}, indent=1)
-        write_atomically(folder / IDENTITY_FILE, [memoryview(text.encode())])
+        write_atomically(folder / IDENTITY_FILE, [memoryview(text.encode())], flush=True)
     elif stored != identity:
         there, here = asdict(stored), asdict(identity)
         differing = "; ".join(
