@@ -279,6 +279,22 @@ def test_a_file_that_cannot_be_read_is_named_once_and_left(tmp_path: Path) -> No
     assert not partials(tmp_path)
 
 
+def test_a_damaged_file_that_cannot_be_removed_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")  # what a disk turns to after errors
+
+    cache, warnings = opened(tmp_path)
+    cache.keep(2, random_states(4))
+    whole = file_of(tmp_path, 2).read_bytes()
+    file_of(tmp_path, 2).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(2):
+        assert_refused(cache, 2)
+    (line,) = warnings
+    assert "checksum" in line
+    assert "cannot be removed (Read-only file system), and its states must be computed anew" in line
+
+
 # Limit and disk
 
 
@@ -520,6 +536,13 @@ def test_the_identity_can_be_read_back_or_says_why_not(tmp_path: Path) -> None:
         for call in (read_identity, opened):
             with pytest.raises(UserError, match=r"cache\.json is damaged or of another version"):
                 call(folder)
+
+
+def test_an_identity_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "cache.json").mkdir()  # stands for a file without rights, which would not stop root
+    for call in (read_identity, opened):
+        with pytest.raises(UserError, match=r"cache\.json cannot be read \(Is a directory\), .* another folder"):
+            call(tmp_path)
 
 
 def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:

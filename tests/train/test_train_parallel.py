@@ -7,24 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_ranks import RUNS, SECOND, SPLITS, Ranks, Record, gradient, run_trainer, spawn, the_drafter
-from train_tiny import same, weights
+from train_tiny import CONFIG, FakeSource, make_trainer, same, weights
 
 from draftmill.train.checkpoint import find_latest
-from draftmill.train.parallel import Alone
+from draftmill.train.parallel import Alone, total_over_ranks
 
 EMPTY = ["never", "alternate", "tail", "none"]
 DATA = [
     "data:splits", "data:watch", "data:whole", *(f"data:{name}" for name in EMPTY), "data:one_then_none", "data:broken",
-    "data:diverged", "data:until_diverged", "data:stopped", "data:from_stopped", "data:stopped_unevenly",
-    "data:from_stopped_unevenly", "data:rare_lines", "data:rare_lines_stopped", "data:rare_lines_resumed",
+    "data:diverged", "data:until_diverged", "data:stopped", "data:from_stopped", "data:stopped_and_on",
+    "data:stopped_unevenly", "data:from_stopped_unevenly", "data:rare_lines", "data:rare_lines_stopped",
+    "data:rare_lines_resumed",
 ]  # fmt: skip
 FSDP = [
     "data:whole", "fsdp:splits", "fsdp:shards", "fsdp:sharded_sums", "fsdp:whole", *(f"fsdp:{name}" for name in EMPTY),
     "fsdp:one_then_none", "fsdp:broken", "fsdp:diverged", "fsdp:until_diverged", "fsdp:stopped", "fsdp:from_stopped",
-    "fsdp:from_fsdp", "data:from_fsdp", "fsdp:from_alone", "data:from_alone",
+    "fsdp:stopped_and_on", "fsdp:from_fsdp", "data:from_fsdp", "fsdp:from_alone", "data:from_alone",
 ]  # fmt: skip
 KINDS = ["data", "fsdp"]
 ORDER = [name for name, _ in reversed(list(the_drafter().named_parameters()))]  # in which gradients are summed
@@ -311,6 +314,16 @@ def test_a_stop_in_the_middle_of_accumulation_leaves_the_last_finished_step(two:
     assert same(stopped[0]["weights"], at_two)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_step_that_was_thrown_away_is_left_in_the_ranks(two: Ranks, kind: str) -> None:
+    for record, whole in zip(two.records(f"{kind}:stopped_and_on"), two.records(f"{kind}:whole"), strict=True):
+        assert record["diary"][4:6] == whole["diary"][4:6]
+        assert record["diary"][10:12] == whole["diary"][8:10], "the first batch of the third step is taken twice"
+        assert record["finished"] is True
+        assert identical(record, whole)
+        assert record["lines"] == whole["lines"]
+
+
 def test_a_log_line_over_a_stop_is_that_of_the_whole_run(data: Ranks) -> None:
     whole, stopped, resumed = (
         data.records(f"data:rare_lines{end}")[0]["lines"] for end in ("", "_stopped", "_resumed")
@@ -340,6 +353,35 @@ def test_a_checkpoint_of_fully_sharded_ranks_is_resumed_by_one(fsdp: Ranks, alon
     assert record["diary"][0] == ("take", 8)
     assert trained_alike(record, alone["whole"])
     assert alike(record["lines"], alone["whole"]["lines"][2:])
+
+
+class DeviceTraffic(TorchDispatchMode):
+    """Numbers that go between host and device: on a GPU each waits for all the work before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = self.uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        self.uploads += func is torch.ops.aten.lift_fresh.default  # what torch.tensor([…]) is made by
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_update_of_several_ranks_waits_for_the_device_as_often_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each for the tokens, Σ w and the norm. A single rank used to ask for Σ w twice."""
+    monkeypatch.setattr(dist, "all_reduce", lambda _: None)
+    trainer = make_trainer(tmp_path, FakeSource(), 5, config=CONFIG.model_copy(update={"log_every": 100}))
+    for _ in range(2):  # the first update makes the moments
+        sums = trainer._accumulate()
+        assert sums is not None
+        with DeviceTraffic() as traffic:
+            sums, tokens = total_over_ranks(sums, 123_456_789)
+            trainer._update(sums)
+    assert tokens == 123_456_789
+    assert (traffic.reads, traffic.uploads) == (3, 0)
 
 
 def test_a_rank_that_fails_is_shown_and_the_others_do_not_hang(tmp_path: Path) -> None:

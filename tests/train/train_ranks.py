@@ -49,13 +49,14 @@ SMALL_BUCKET = 3000  # bytes: the tiny drafter makes several
 @dataclass(frozen=True)
 class Run:
     """One training run. batches: anchor counts per document, of batch i % len. stop_after: batches each rank gets.
-    resume: the checkpoint to go on from, in the folder of all jobs."""
+    go_on: the same trainer runs once more after a stop. resume: the checkpoint to go on from, in the folder of all."""
 
     batches: tuple[list[int], ...] = ([3, 2], [1], [6, 1], [0, 2, 2], [4], [1, 1], [5])
     accumulation: int = 4
     steps: int = 5
     broken: tuple[int, ...] = ()
     stop_after: tuple[int, ...] | None = None
+    go_on: bool = False
     resume: str | None = None
     log_every: int = 1
     save_every: int = 1000
@@ -77,6 +78,7 @@ RUNS = {
     # a stop after 2 whole steps and one of the third step's two batches
     "stopped": Run(stop_after=(5, 5)),
     "from_stopped": Run(resume="{kind}-stopped-0"),
+    "stopped_and_on": Run(stop_after=(5, 5), go_on=True),
     "stopped_unevenly": Run(stop_after=(5, 4)),
     "from_stopped_unevenly": Run(resume="{kind}-stopped_unevenly-0"),
     # a log line that covers steps before and after the stop
@@ -114,6 +116,10 @@ def run_trainer(job: str, folder: Path) -> Record:
     error, finished = "", None
     try:
         finished = trainer.run()
+        if run.go_on:
+            assert isinstance(trainer.source, FakeSource)
+            trainer.source.should_stop = lambda: False
+            finished = trainer.run()
     except DivergedError as diverged:
         error = str(diverged)
     return report(trainer) | {"lines": lines, "saves": len(saves), "error": error, "finished": finished}

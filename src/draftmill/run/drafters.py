@@ -59,7 +59,7 @@ class DrafterGroup:
         rendezvous = self.jobs[0].rendezvous.with_name(f"rendezvous-{self.generation}")
         rendezvous.unlink(missing_ok=True)
         jobs = [replace(job, rendezvous=rendezvous) for job in self.jobs]
-        self.workers = [Worker(f"drafter-{job.rank}", DrafterWorker, job) for job in jobs]
+        self.workers = [Worker(job.name, DrafterWorker, job) for job in jobs]
 
     def restart(self, reason: str) -> int:
         """Kill what is left, start from the last checkpoint, return its step. UserError when it is no use."""

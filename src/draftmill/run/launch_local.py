@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -92,6 +93,7 @@ class Worker:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Signals wait. A new process inherits that, so Ctrl-C does not break into its imports; `work` ends it there."""
+    resource_tracker.ensure_running()  # started later, it would let them through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         yield

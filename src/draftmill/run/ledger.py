@@ -10,13 +10,21 @@ from typing import TextIO
 
 
 class Ledger:
-    """Appends to `ledger.jsonl`. Lines survive the death of this process; a last line cut short is ignored."""
+    """Appends to `ledger.jsonl`. Lines survive the death of this process; a last line cut short is ignored.
+
+    first: the first batch that is not in the checkpoint. Those before it that a killed process had no time to write
+    down are noted without a rank.
+    """
 
     def __init__(self, path: Path, first: int) -> None:
+        known = read_ledger(path) if path.exists() else Counter()
         self._file: TextIO = path.open("a", buffering=1)
+        for index in range(first):
+            if not known[index]:
+                self.trained(index, None, None)
         self._write({"from": first})
 
-    def trained(self, index: int, rank: int, target: str | None) -> None:
+    def trained(self, index: int, rank: int | None, target: str | None) -> None:
         self._write({"trained": index, "rank": rank, "target": target})
 
     def rewound(self, first: int, reason: str) -> None:

@@ -90,8 +90,9 @@ def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) 
     link = Link(connection)
     try:
         body(link)
+        _leave(0)
     except SupervisorGone:
-        sys.exit(1)
+        _leave(1)
     except UserError as error:
         _last_word(link, Broken(str(error), user_error=True))
     except BaseException as error:
@@ -102,7 +103,14 @@ def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) 
 def _last_word(link: Link, message: Broken) -> None:
     with contextlib.suppress(SupervisorGone):
         link.send(message)
-    sys.exit(1)
+    _leave(1)
+
+
+def _leave(code: int) -> None:
+    """End at once: threads and compile pools of libraries are not waited for, everything of ours is written already."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with(supervisor: int) -> None:

@@ -166,6 +166,7 @@ def _targets(
     config, built = session.config, session.built
     devices = built.placement.targets
     job = TargetJob(
+        name="",
         config=config,
         spec=built.spec,
         device="",
@@ -175,7 +176,7 @@ def _targets(
         ring=ring,
         matrices=matrices,
     )
-    return TargetGroup([replace(job, device=device) for device in devices], say)
+    return TargetGroup([replace(job, name=f"target-{n}", device=device) for n, device in enumerate(devices)], say)
 
 
 def _drafter_jobs(
@@ -183,6 +184,7 @@ def _drafter_jobs(
 ) -> list[DrafterJob]:
     config, built = session.config, session.built
     job = DrafterJob(
+        name="",
         config=config,
         spec=built.spec,
         device="",
@@ -198,4 +200,7 @@ def _drafter_jobs(
         ring=ring,
         matrices=matrices,
     )
-    return [replace(job, rank=rank, device=device) for rank, device in enumerate(built.placement.drafters)]
+    return [
+        replace(job, name=f"drafter-{rank}", rank=rank, device=device)
+        for rank, device in enumerate(built.placement.drafters)
+    ]

@@ -48,7 +48,7 @@ LEASES = 2  # per target: one at work, one that it can begin without asking
 TICK_SECONDS = 0.5  # how late the loop may notice a signal, a pause that is over or a silent worker
 MAX_FAILURES = 3  # of one batch
 STOP_SECONDS = 25.0  # for the drafters to finish their step and save
-START_SECONDS = 600.0  # for a new process to import what it needs: until then it can give no sign of life
+QUIET_SECONDS = 300.0  # for a process to import what it needs, or to end: meanwhile it gives no sign of life
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class Supervisor:
 
     def _mind_the_time(self) -> None:
         now = time.monotonic()
-        if self.asked_to_stop() and self._stop_by is None:
+        if self._working and self._stop_by is None and self.asked_to_stop():
             self._stop_by = now + STOP_SECONDS
             self.drafters.tell(Stop(self._last_step()))
             self.hooks.say("stopping: the drafter finishes its step and saves; a second Ctrl-C ends the run at once")
@@ -327,7 +327,8 @@ class Supervisor:
         in_the_way = set() if self.coordinator is None else self.coordinator.blocking()
         for worker in self._workers():
             silent, still = now - worker.heard, now - worker.moved
-            patience = 2 * self.lease_seconds if worker.has_spoken else START_SECONDS
+            beats = worker.has_spoken and worker.name not in self.drafters.ended
+            patience = 2 * self.lease_seconds if beats else QUIET_SECONDS
             hung = still > self.hang_seconds and self._has_work(worker)
             if worker.name in in_the_way or silent > patience or hung:
                 what = f"has done nothing for {still:.0f} s" if hung else f"has been silent for {silent:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ class Moving:
 class Job:
     """What every worker is told at its start. threads: CPU threads it may use. batches: first and end of the run's."""
 
+    name: str
     config: RunConfig
     spec: DrafterSpec
     device: str
@@ -56,6 +58,8 @@ class Job:
 
     def prepare_process(self) -> BatchPlan:
         """Threads and device for this process alone; returns the plan of batches, which is the same in every worker."""
+        own = Path(tempfile.gettempdir()) / f"draftmill-compiled-{os.getuid()}" / self.name
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own))  # kept between runs, shared with no other worker
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self.threads))
         torch.set_num_threads(self.threads)
         if self.device.startswith("cuda"):

@@ -31,7 +31,7 @@ class Seat:
 
 class TargetGroup:
     def __init__(self, jobs: list[TargetJob], say: Callable[[str], None]) -> None:
-        self.seats = [Seat(f"target-{number}", job) for number, job in enumerate(jobs)]
+        self.seats = [Seat(job.name, job) for job in jobs]
         self.restarts = 0
         self._say = say
 

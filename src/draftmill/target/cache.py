@@ -184,8 +184,7 @@ class StateCache:
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
-            self._refuse(path, f"{error}); it is removed, and")
-            path.unlink(missing_ok=True)  # another process may have been first
+            self._refuse(path, f"{error}); it {_remove(path)}, and")
             return None
         except OSError as error:  # the disk's trouble, not the file's
             self._refuse(path, f"{error.strerror or error}); it is left there, but")
@@ -211,6 +210,15 @@ class StateCache:
             )
             return False
         return True
+
+
+def _remove(path: Path) -> str:
+    """What became of the file, for the warning that names it."""
+    try:
+        path.unlink(missing_ok=True)  # another process may have been first
+    except OSError as error:  # such as a disk that went read-only: training goes on
+        return f"cannot be removed ({error.strerror})"
+    return "is removed"
 
 
 def open_cache(

@@ -230,6 +230,11 @@ def read_identity(folder: Path) -> CacheIdentity | None:
                 return identity
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UserError(
+            f"hidden-state cache: {path} cannot be read ({error.strerror}), so its states are not used. Make it "
+            "readable or give another folder"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError):
         stored_format = "unknown"
     raise UserError(

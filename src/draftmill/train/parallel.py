@@ -34,6 +34,9 @@ class Parallel(Protocol):
     def micro_step(self, *, last: bool) -> Any:
         """Context of a micro-step's forward and backward. Behind the last one of a step, .grad holds the sum of all."""
 
+    def discard(self) -> None:
+        """Forget what an unfinished step left beside .grad. All ranks call it behind the same micro-step."""
+
     def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
         """Added over the ranks."""
 
@@ -55,6 +58,9 @@ class Alone:
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
         yield
+
+    def discard(self) -> None:
+        pass
 
     def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
         return sums, tokens
@@ -134,6 +140,9 @@ class DataParallel:
                 bucket.finish()
         self._armed = False
 
+    def discard(self) -> None:
+        pass  # no sum begins before the last micro-step, and that one ends all it began
+
     def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
         return total_over_ranks(sums, tokens)
 
@@ -164,6 +173,7 @@ class FullySharded:
 
     def __init__(self) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._pending = False  # whether gradients wait for the last micro-step
 
     def prepare(self, drafter: Drafter) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -171,18 +181,28 @@ class FullySharded:
 
         device = next(drafter.parameters()).device.type
         mesh = init_device_mesh(device, (self.ranks,))
-        modules: list[nn.Module] = [*drafter.layers, drafter]
-        for module in modules:
-            fully_shard(module, mesh=mesh)
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no scaled sum
-        register_fsdp_forward_method(drafter, "train_forward")
         self._drafter: Any = drafter
+        self._modules: list[Any] = [*drafter.layers, drafter]
+        for module in self._modules:
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        register_fsdp_forward_method(drafter, "train_forward")
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
         self._drafter.set_requires_gradient_sync(last)
+        self._pending = not last
         yield
+
+    def discard(self) -> None:
+        """Gradients that were not summed yet are those of whole weights, which only come back with these."""
+        if self._pending:
+            for module in self._modules:  # one after another: a device may not hold all at once
+                module.unshard()
+                module.zero_grad(set_to_none=True)
+                module.reshard()
+        self._pending = False
 
     def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
         return total_over_ranks(sums, tokens)
@@ -218,7 +238,8 @@ def as_whole(tensor: Tensor) -> Tensor:
 def total_over_ranks(sums: Sums, tokens: int) -> tuple[Sums, int]:
     """One small reduction in fp64, which holds whole numbers up to 2^53 exactly."""
     slots, totals = sums.slots, sums.totals
-    flat = torch.cat((slots.flatten(), totals, totals.new_tensor([tokens])))
+    count = totals.new_full((1,), tokens)  # filled on the device: an upload would wait for all work before it
+    flat = torch.cat((slots.flatten(), totals, count))
     dist.all_reduce(flat)
     added = Sums(flat[: slots.numel()].view_as(slots), flat[slots.numel() : -1])
     return added, int(flat[-1])

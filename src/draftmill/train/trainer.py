@@ -138,6 +138,7 @@ class Trainer:
             index = (self.progress.step * self.micro_steps + number) * ranks + rank
             batch = self.source.take(index)
             if batch is None:
+                self.parallel.discard()
                 self.optimizer.zero_grad(set_to_none=True)
                 return None
             with self.parallel.micro_step(last=number == self.micro_steps - 1):
@@ -159,10 +160,10 @@ class Trainer:
         p, c = self.progress, self.config
         lr = learning_rate(p.step, self.total_steps, c.lr, c.warmup_ratio)
         norm, done = apply_update(self.parameters, self.optimizer, weight=sums.totals[1], lr=lr, clip=c.clip)
-        empty = float(sums.totals[1]) == 0
+        bad = not math.isfinite(norm)  # without any anchor there is no update either, but the norm is 0
         p.step += 1
-        p.skipped += not done and not empty
-        p.skipped_in_a_row = 0 if done or empty else p.skipped_in_a_row + 1
+        p.skipped += bad
+        p.skipped_in_a_row = p.skipped_in_a_row + 1 if bad else 0
         if done:
             assert p.pending is not None
             p.pending, p.pending_steps = p.pending + sums, p.pending_steps + 1
