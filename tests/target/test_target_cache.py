@@ -387,7 +387,7 @@ def test_free_space_is_checked_before_anything_is_computed(tmp_path: Path, monke
     with pytest.raises(UserError) as refused:
         opened(tmp_path, limit_bytes=30 * gigabyte, **sizes)
     message = str(refused.value)
-    for part in (str(tmp_path), "30.000 GB", "20.000 GB are free", "limit to 20.000 GB"):
+    for part in (str(tmp_path), "30.000 GB", "20.000 GB are free", "cache_gb=20.000"):
         assert part in message
     cache, _ = opened(tmp_path, limit_bytes=20 * gigabyte, **sizes)
     cache.kept_bins = 60
@@ -395,10 +395,10 @@ def test_free_space_is_checked_before_anything_is_computed(tmp_path: Path, monke
         cache.keep(bin, random_states(4))
     opened(tmp_path, limit_bytes=22 * gigabyte, **sizes)  # two of them are there
     opened(tmp_path, limit_bytes=23 * gigabyte - 1, **sizes)
-    with pytest.raises(UserError, match=r"the 56 .* 56\.000 GB.*limit to 22\.000 GB"):
+    with pytest.raises(UserError, match=r"the 56 .* 56\.000 GB.*cache_gb=22\.000"):
         opened(tmp_path, limit_bytes=60 * gigabyte, **sizes)
     free = 0
-    with pytest.raises(UserError, match=r"limit to 2\.000 GB"):
+    with pytest.raises(UserError, match=r"cache_gb=2\.000"):
         opened(tmp_path, limit_bytes=None, **sizes)
     opened(tmp_path, limit_bytes=2 * gigabyte, **sizes)
     with pytest.raises(UserError, match="Not one bin fits"):
@@ -579,6 +579,17 @@ def test_target_files_tell_local_targets_apart(tmp_path: Path) -> None:
     (second / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json"):
         target_files(str(second))
+
+
+@pytest.mark.parametrize("place", [0, 100_000, 199_999])
+def test_target_files_notice_other_weights_of_the_same_size(tmp_path: Path, place: int) -> None:
+    weights = bytearray(200_000)  # more than one read, and few enough bytes that each of them is read
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    before = target_files(str(tmp_path))
+    weights[place] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert target_files(str(tmp_path)) != before
 
 
 # Several processes

@@ -222,11 +222,17 @@ class Supervisor:
             return
         if self.drafters.rings_wanted and not self.drafters.all_handles():
             return
+        awake = [seat for seat in self.targets.working() if not self._is_silent(seat)]
         for round_ in range(LEASES):  # one for everybody before a second for anybody
-            for seat in self.targets.working():
+            for seat in awake:
                 if self.coordinator.outstanding(seat.name) <= round_:
                     self._grant(seat)
         self._supply()
+
+    def _is_silent(self, seat: Seat) -> bool:
+        """Its leases have run out: it must not be the one that gets them back."""
+        assert seat.worker is not None
+        return time.monotonic() - seat.worker.heard >= self.lease_seconds
 
     def _grant(self, seat: Seat) -> None:
         assert self.coordinator is not None

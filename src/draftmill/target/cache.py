@@ -140,7 +140,7 @@ class StateCache:
             return
         fitting = self._fitting(present, free)
         fitting_gb = math.floor(fitting * self.slot_bytes / 1e6) / 1e3
-        remedy = f"Set the limit to {fitting_gb:.3f} GB or less, or" if fitting else "Not one bin fits:"
+        remedy = f"Set cache_gb={fitting_gb:.3f} or less, or" if fitting else "Not one bin fits:"
         raise UserError(
             f"hidden-state cache {self.folder}: the {missing} bins still to be kept need "
             f"{missing * self.slot_bytes / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free, so the disk would be full "
