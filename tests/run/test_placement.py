@@ -37,9 +37,7 @@ def test_devices_are_written_in_these_ways(given: object, wanted: tuple[str, ...
     assert (split.targets, split.drafters) == (wanted, ("cpu",))
 
 
-@pytest.mark.parametrize(
-    "given", ["cuda", "cpu*", "cpu*x", -1, 1.5, True, "cuda:x", [], [0, 0], "cpu*0", ["tpu"]]
-)
+@pytest.mark.parametrize("given", ["cuda", "cpu*", "cpu*x", -1, 1.5, True, "cuda:x", [], [0, 0], "cpu*0", ["tpu"]])
 def test_anything_else_is_refused(given: object) -> None:
     with pytest.raises(ValidationError, match=r"not a device|listed twice|at least one device"):
         DevicesConfig(inline=given)
