@@ -25,7 +25,7 @@ class HandoffConfig(BaseModel):
     )
     lease_seconds: float = Field(
         60.0,
-        gt=0,
+        ge=2,  # signs of life come once a second
         description="A target that gives no sign of life for so long loses its batch to another, and is started anew "
         "if it stays silent.",
     )

@@ -231,6 +231,10 @@ class Coordinator:
         """Batches published for the rank and not delivered yet."""
         return len(self._pools[rank].published)
 
+    def delivered(self, rank: int) -> int:
+        """Batches that are with the rank."""
+        return len(self._pools[rank].delivered)
+
     def outstanding(self, worker: str) -> int:
         """Leases the worker has and has not lost."""
         return sum(not hold.lost for hold in self._holds_of(worker))

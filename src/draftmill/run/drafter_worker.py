@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from draftmill.handoff.interface import BatchSource, Reader
 from draftmill.handoff.matrices import SharedMatrices
 from draftmill.handoff.memory import MemoryRing
 from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
+from draftmill.run.files import RunFolder
 from draftmill.run.link import Link
 from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
+from draftmill.run.session import disk_full
 from draftmill.run.sources import InlineSource, QueuedSource, StepGate
 from draftmill.run.states import bins_of, open_states
 from draftmill.run.target_worker import Job, check_by_decoding, facts_of, step_settings
@@ -135,6 +138,10 @@ class DrafterWorker:
             finished = trainer.run()
         except (DivergedError, ArithmeticError) as error:
             raise UserError(f"the run stopped: {error}") from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise disk_full(RunFolder(self.job.checkpoints.parent)) from error
         flush()
         self.link.send(Ended(trainer.progress.step, finished))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from draftmill.run.build import identity, say
 from draftmill.run.coordinator import Coordinator
 from draftmill.run.drafter_worker import DrafterJob
 from draftmill.run.drafters import DrafterGroup
+from draftmill.run.hooks import Hooks
 from draftmill.run.ledger import Ledger
 from draftmill.run.messages import Checked, TargetFacts
 from draftmill.run.placement import available_memory, threads_per_process
-from draftmill.run.session import Outcome, Session
-from draftmill.run.supervisor import Hooks, Supervisor
+from draftmill.run.session import Outcome, Session, disk_full
+from draftmill.run.supervisor import Supervisor
 from draftmill.run.target_worker import TargetJob
 from draftmill.run.targets import TargetGroup
 from draftmill.run.telemetry import Meter, Telemetry
@@ -48,6 +50,10 @@ def run_pipeline(session: Session) -> Outcome:
                 asked_to_stop=session.stop,
                 hooks=scene.hooks(),
             ).run()
+    except OSError as error:  # metrics, status, ledger
+        if error.errno != errno.ENOSPC:
+            raise
+        raise disk_full(session.folder) from error
     finally:
         scene.close()
     return Outcome(ended.step, ended.finished)

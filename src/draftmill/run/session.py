@@ -71,14 +71,9 @@ class Session:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise self.disk_full() from error
+            raise disk_full(self.folder) from error
         finally:
             telemetry.close()
-
-    def disk_full(self) -> UserError:
-        latest, _ = find_latest(self.folder.checkpoints)
-        kept = "nothing was saved yet" if latest is None else f"{latest.path} is complete"
-        return UserError(f"the disk of {self.folder.root} is full; {kept}. Free space, then go on with --resume")
 
     def conclude(self, outcome: Outcome) -> int:
         """The last lines and the exit code."""
@@ -96,3 +91,10 @@ class Session:
         if self.stop.exit_code == 0:
             say("warning: the schedule was cut before the learning rate reached its end; the drafter suffers for it")
         return self.stop.exit_code
+
+
+def disk_full(folder: RunFolder) -> UserError:
+    """What ENOSPC means to the user of a run."""
+    latest, _ = find_latest(folder.checkpoints)
+    kept = "nothing was saved yet" if latest is None else f"{latest.path} is complete"
+    return UserError(f"the disk of {folder.root} is full; {kept}. Free space, then go on with --resume")

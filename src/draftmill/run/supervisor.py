@@ -8,13 +8,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
 from draftmill.errors import UserError
 from draftmill.run.coordinator import Coordinator
 from draftmill.run.drafters import DrafterGroup
+from draftmill.run.hooks import Hooks
 from draftmill.run.launch_local import Worker, kill_strays
 from draftmill.run.ledger import Ledger
 from draftmill.run.messages import (
@@ -49,21 +49,6 @@ TICK_SECONDS = 0.5  # how late the loop may notice a signal, a pause that is ove
 MAX_FAILURES = 3  # of one batch
 STOP_SECONDS = 25.0  # for the drafters to finish their step and save
 QUIET_SECONDS = 300.0  # for a process to import what it needs, or to end: meanwhile it gives no sign of life
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What the supervisor tells the run. log: rank 0's values of an interval and the waits in it. target_loaded: may
-    raise, for another target than before. rewound: to a step, after the drafters were lost. changed: who does what."""
-
-    log: Callable[[dict[str, Any]], None]
-    saved: Callable[[float], None]
-    target_loaded: Callable[[TargetFacts, str], None]
-    rewound: Callable[[int], None]
-    changed: Callable[[dict[str, Any]], None]
-    checked: Callable[[Checked | None], None]
-    began: Callable[[], None]
-    say: Callable[[str], None]
 
 
 class Supervisor:
@@ -252,8 +237,12 @@ class Supervisor:
             self._supplied = self.drafters.generation
             self.drafters.tell(Matrices(self.facts))
             self._begin()
+        idle = [rank for rank in range(len(self.drafters.workers)) if self.coordinator.delivered(rank) == 0]
         for delivery in self.coordinator.deliver():
-            self.drafters.workers[delivery.rank].send(Batch(delivery.index, delivery.slot))
+            worker = self.drafters.workers[delivery.rank]
+            if delivery.rank in idle:
+                worker.moved = time.monotonic()  # it had nothing to do before
+            worker.send(Batch(delivery.index, delivery.slot))
 
     def _allow(self, steps: int) -> None:
         """Inline ranks: all may begin the steps below `steps`."""
@@ -342,8 +331,10 @@ class Supervisor:
                 worker.kill()  # its end is noticed like any other
 
     def _has_work(self, worker: Worker) -> bool:
-        if self.drafters.has(worker) or self.coordinator is None:
-            return worker.phase == "working" and self.coordinator is None
+        if self.coordinator is None:
+            return worker.phase == "working"
+        if self.drafters.has(worker):
+            return worker.phase == "working" and self.coordinator.delivered(self.drafters.rank_of(worker)) > 0
         return self.coordinator.outstanding(worker.name) > 0
 
     # --- ends
