@@ -34,17 +34,14 @@ import yaml
 
 from draftmill.config import RunConfig
 from draftmill.data.plan import BatchPlan
-from draftmill.drafter.model import Drafter, initialise
 from draftmill.handoff.copies import DeviceWriter
 from draftmill.handoff.device import DeviceRing
 from draftmill.handoff.interface import Reader, Writer
 from draftmill.handoff.shared import RingShape, SharedRing, shared_reader, shared_writers
 from draftmill.records import HiddenBatch
 from draftmill.run.build import build
-from draftmill.run.target_worker import step_settings
+from draftmill.run.split import drafter_step
 from draftmill.target.capture import Target
-from draftmill.train.optim import apply_update, make_optimizer
-from draftmill.train.step import micro_step
 
 
 def synchronise(device: str) -> None:
@@ -76,19 +73,8 @@ def drafter_alone(config: RunConfig, device: str, seconds: float) -> float:
     built = build(config)
     target = Target(config.target, built.spec.taps, device=device)
     ready = [hidden(built.plan, target, index, device) for index in range(4)]
-    drafter = Drafter(built.spec)
-    initialise(drafter, config.seed)
-    parameters = list(drafter.to(device).parameters())
-    optimizer = make_optimizer(parameters, config.train)
-    settings = step_settings(config, built.spec)
-    embedding, head = target.embedding.to(settings.dtype), target.head.to(settings.dtype)
-
-    def step(index: int) -> None:
-        batch = ready[index % len(ready)]
-        sums = micro_step(drafter, batch, embedding=embedding, head=head, settings=settings)
-        apply_update(parameters, optimizer, weight=sums.totals[1], lr=1e-4, clip=1.0)
-
-    return seconds_each(step, device, seconds)
+    step = drafter_step(config, built.spec, device, target.embedding, target.head)
+    return seconds_each(lambda index: step(ready[index % len(ready)]), device, seconds)
 
 
 def hidden(plan: BatchPlan, target: Target, index: int, device: str) -> HiddenBatch:

@@ -28,38 +28,38 @@ def ring_shape() -> Any:
     return RingShape(*SHAPE_NUMBERS, torch.bfloat16)
 
 
-def carried(writer: Any, reader: Any, rounds: int = 40) -> None:
-    """Every batch arrives bit for bit although both sides compute meanwhile and buffers are used again and again."""
+def carried(writer: Any, reader: Any, rounds: int) -> int:
+    """How many of `rounds` batches arrive bit for bit, although both sides compute meanwhile and buffers are reused."""
     busy = torch.randn(2048, 2048, device="cuda")
-    expected, moving = {}, {}
+    moving: dict[int, tuple[torch.Tensor, Any]] = {}
+    arrived = 0
     for number in range(rounds):
         slot = number % reader.slots
         if slot in moving:
-            check(reader, slot, expected.pop(slot), moving.pop(slot))
+            arrived += is_equal(reader, slot, *moving.pop(slot))
         wanted = torch.randn(SHAPE_NUMBERS[2:], device="cuda").bfloat16()
         into = writer.begin(slot)
         for _ in range(4):
             busy = busy @ busy / 50  # the write comes late on the compute stream
         into.copy_(wanted)
-        moving[slot], expected[slot] = writer.end(slot), wanted
-    for slot in list(moving):
-        check(reader, slot, expected[slot], moving[slot])
+        moving[slot] = wanted, writer.end(slot)
+    return arrived + sum(is_equal(reader, slot, *left) for slot, left in moving.items())
 
 
-def check(reader: Any, slot: int, wanted: torch.Tensor, transfer: Any) -> None:
+def is_equal(reader: Any, slot: int, wanted: torch.Tensor, transfer: Any) -> bool:
     transfer.wait()
     reader.fetch(slot)
     features = reader.features(slot)
-    assert features.device.type == "cuda"
-    assert torch.equal(features.view(torch.uint8), wanted.view(torch.uint8))
+    equal = features.device.type == "cuda" and torch.equal(features.view(torch.uint8), wanted.view(torch.uint8))
     reader.done(slot).wait()
+    return equal
 
 
 def test_slots_in_pinned_host_memory_carry_bits() -> None:
     from draftmill.handoff.shared import SharedRing, shared_reader, shared_writers
 
     ring = SharedRing(ring_shape())
-    carried(shared_writers(ring, "cuda:0")[0], shared_reader(ring, 0, "cuda:0"))
+    assert carried(shared_writers(ring, "cuda:0")[0], shared_reader(ring, 0, "cuda:0"), rounds=40) == 40
 
 
 def test_a_prefetched_slot_waits_for_a_free_buffer_and_keeps_its_order() -> None:

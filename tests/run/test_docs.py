@@ -85,7 +85,12 @@ def test_commands_are_found_and_faults_are_seen() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_example_configs_are_valid(page: Path) -> None:
     for text in fences(page, "yaml"):
-        RunConfig.model_validate(yaml.safe_load(text))
+        config = RunConfig.model_validate(yaml.safe_load(text))
+        assert config.run_dir.parts[0] == "runs"
+
+
+def test_example_configs_are_found() -> None:
+    assert any(fences(page, "yaml") for page in PAGES)
 
 
 def test_the_file_tree_of_the_readme_names_every_module() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from mill import SHARED, STEPS, Mill, Run, assert_each_batch_once, assert_same, split
 from run_helpers import metrics, wait_for
 from safetensors.torch import load_file, save_file
-from test_pipeline import SHARED, STEPS, Mill, Run, assert_each_batch_once, assert_same, split
 
 from draftmill.data.config import PrepareConfig
 from draftmill.data.plan import BatchPlan

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 
-from draftmill.drafter.model import Drafter, initialise
 from draftmill.handoff.memory import MemoryRing
-from draftmill.run.build import identity, say
-from draftmill.run.decode_check import decode_check, describe
+from draftmill.run.build import identity
+from draftmill.run.job import check_by_decoding, starting_drafter, step_settings
 from draftmill.run.ledger import Ledger
-from draftmill.run.session import Outcome, Session
+from draftmill.run.session import Outcome, Session, in_plain_words
 from draftmill.run.sources import InlineSource
 from draftmill.run.states import States, bins_of, open_states
-from draftmill.run.target_worker import NO_TARGET_TO_CHECK, step_settings
-from draftmill.target.capture import Target
-from draftmill.train.checkpoint import load_drafter
 from draftmill.train.parallel import Alone
 from draftmill.train.trainer import Trainer
 
@@ -26,9 +24,11 @@ def run_alone(session: Session) -> Outcome:
         torch.set_num_threads(config.threads)
     states = _load(session)
     session.write_record()
-    drafter = _drafter(session)
+    device = built.placement.drafters[0]
+    drafter = starting_drafter(session.checkpoint, built.spec, config.seed, device)
     ledger = Ledger(session.folder.ledger, session.start_step * config.train.accumulation)
-    with session.stop.on_signals(), session.telemetry() as telemetry:
+    telemetry = session.telemetry(session.start_step)
+    with session.stop.on_signals(), closing(ledger), closing(telemetry), in_plain_words(session.folder):
         trainer = Trainer(
             drafter,
             _source(session, states, ledger),
@@ -51,9 +51,11 @@ def run_alone(session: Session) -> Outcome:
             trainer.resume(session.checkpoint)
         session.begin_training()
         finished = trainer.run()
-    ledger.close()
-    if session.stop.exit_code == 0:
-        _decode_check(session, states.target, drafter)
+        ledger.ended(trainer.progress.step * config.train.accumulation)
+    if config.decode_check_prompts and session.stop.exit_code == 0:
+        session.status.phase("checking")
+        prompts = config.decode_check_prompts
+        session.checked(check_by_decoding(states.target, drafter, built.prepared, built.tokenizer, prompts))
     return Outcome(trainer.progress.step, finished)
 
 
@@ -67,15 +69,6 @@ def _load(session: Session) -> States:
     return states
 
 
-def _drafter(session: Session) -> Drafter:
-    device = session.built.placement.drafters[0]
-    if session.checkpoint is not None:
-        return load_drafter(session.checkpoint).to(device)
-    drafter = Drafter(session.built.spec)
-    initialise(drafter, session.config.seed)
-    return drafter.to(device)
-
-
 def _source(session: Session, states: States, ledger: Ledger) -> InlineSource:
     device = session.built.placement.drafters[0]
     ring = MemoryRing(1, session.config.data.token_budget, states.width, dtype=states.dtype, device=device)
@@ -86,17 +79,3 @@ def _source(session: Session, states: States, ledger: Ledger) -> InlineSource:
         may_take=lambda _index: not session.stop(),
         on_release=lambda index: ledger.trained(index, 0, None),
     )
-
-
-def _decode_check(session: Session, target: Target | None, drafter: Drafter) -> None:
-    """A short real decode: does decoding accept what training promises?"""
-    prompts = session.config.decode_check_prompts
-    if prompts == 0:
-        return
-    if target is None:
-        say(NO_TARGET_TO_CHECK)
-        return
-    session.status.phase("checking")
-    result = decode_check(target, drafter, session.built.prepared, session.built.tokenizer, prompts)
-    session.status.update(decode_check=None if result is None else result.to_dict())
-    say(describe(result))

@@ -227,10 +227,6 @@ class Coordinator:
         """Whether every batch is released."""
         return self.trained == self._end - self._first
 
-    def queued(self, rank: int) -> int:
-        """Batches published for the rank and not delivered yet."""
-        return len(self._pools[rank].published)
-
     def delivered(self, rank: int) -> int:
         """Batches that are with the rank."""
         return len(self._pools[rank].delivered)

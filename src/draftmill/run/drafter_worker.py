@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,23 +11,24 @@ from typing import Any
 
 from torch import Tensor
 
-from draftmill.drafter.model import Drafter, initialise
-from draftmill.errors import UserError
+from draftmill.data.tokenizer import load_tokenizer
+from draftmill.drafter.model import Drafter
 from draftmill.handoff.device import DeviceRing
 from draftmill.handoff.interface import BatchSource, Reader
 from draftmill.handoff.matrices import SharedMatrices
 from draftmill.handoff.memory import MemoryRing
 from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
 from draftmill.run.files import RunFolder
+from draftmill.run.job import Job, check_by_decoding, starting_drafter, step_settings
 from draftmill.run.link import Link
 from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
-from draftmill.run.session import disk_full
+from draftmill.run.session import in_plain_words
 from draftmill.run.sources import InlineSource, QueuedSource, StepGate
 from draftmill.run.states import bins_of, open_states
-from draftmill.run.target_worker import Job, check_by_decoding, facts_of, step_settings
-from draftmill.train.checkpoint import Checkpoint, load_drafter
+from draftmill.run.target_worker import facts_of
+from draftmill.train.checkpoint import Checkpoint, load_drafter, open_checkpoint
 from draftmill.train.parallel import Alone, DataParallel, FullySharded, Parallel
-from draftmill.train.trainer import DivergedError, Trainer
+from draftmill.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DrafterWorker:
     def run(self) -> None:
         job = self.job
         with parallel_ranks(job) as parallel:
-            drafter = starting_drafter(job.checkpoint, job)
+            drafter = starting_drafter(job.checkpoint, job.spec, job.config.seed, job.device)
             if job.ring is None:
                 self._run_inline(drafter, parallel)
                 return
@@ -85,18 +85,21 @@ class DrafterWorker:
         states = open_states(config, job.spec, self.plan, job.device, bins=bins, share=job.ranks)
         self.link.send(Loaded(facts_of(states)))
         ring = MemoryRing(1, self.plan.token_budget, states.width, dtype=states.dtype, device=job.device)
+        gate = StepGate(self.link, config.train.accumulation)
         source = InlineSource(
             self.plan,
             states,
             ring,
-            may_take=StepGate(self.link, config.train.accumulation),
+            may_take=gate,
             on_release=lambda index: self.link.send(Released(index)),
         )
         trainer = self._trainer(drafter, source, parallel, states.embedding, states.head, states.fingerprint)
         self._train(trainer, lambda: None)
-        if job.rank == 0 and config.decode_check_prompts and trainer.progress.step == job.total_steps:
+        if job.rank == 0 and config.decode_check_prompts and (gate.stop is None or gate.stop.check):
             self.link.phase("checking")
-            self.link.send(check_by_decoding(job, states, self.plan, job.checkpoints))
+            whole = load_drafter(open_checkpoint(job.checkpoints)).to(job.device)  # this rank may hold a part only
+            tokenizer, prompts = load_tokenizer(config.target.model), config.decode_check_prompts
+            self.link.send(check_by_decoding(states.target, whole, self.plan.prepared, tokenizer, prompts))
 
     def _reader(self, ring: SharedRing | RingShape) -> Reader:
         if isinstance(ring, SharedRing):
@@ -134,25 +137,10 @@ class DrafterWorker:
 
     def _train(self, trainer: Trainer, flush: Callable[[], None]) -> None:
         self.link.phase("working")
-        try:
+        with in_plain_words(RunFolder(self.job.checkpoints.parent)):
             finished = trainer.run()
-        except (DivergedError, ArithmeticError) as error:
-            raise UserError(f"the run stopped: {error}") from error
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise disk_full(RunFolder(self.job.checkpoints.parent)) from error
         flush()
         self.link.send(Ended(trainer.progress.step, finished))
-
-
-def starting_drafter(checkpoint: Checkpoint | None, job: DrafterJob) -> Drafter:
-    """Weights of the checkpoint, or the seed's: the same on every rank."""
-    if checkpoint is not None:
-        return load_drafter(checkpoint).to(job.device)
-    drafter = Drafter(job.spec)
-    initialise(drafter, job.config.seed)
-    return drafter.to(job.device)
 
 
 @contextmanager

@@ -50,6 +50,11 @@ class DrafterGroup:
         return [worker for worker in self.workers if worker.name not in self._left]
 
     @property
+    def all_saved(self) -> bool:
+        """Every rank has said that it has saved its last step; rank 0 of an inline run may still be decoding."""
+        return len(self.ended) == len(self.jobs)
+
+    @property
     def all_ended(self) -> bool:
         return len(self._left) == len(self.jobs)
 

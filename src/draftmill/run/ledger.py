@@ -31,6 +31,10 @@ class Ledger:
         """Batches from `first` on are trained again: their updates were lost with the drafter's process."""
         self._write({"from": first, "reason": reason})
 
+    def ended(self, first: int) -> None:
+        """The run ends before batch `first`. Later ones were of a step that was thrown away unfinished."""
+        self._write({"from": first})
+
     def close(self) -> None:
         self._file.close()
 

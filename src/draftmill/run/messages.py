@@ -61,9 +61,10 @@ class MayBegin:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Save and end. To drafters: after `steps` whole steps."""
+    """Save and end. To drafters: after `steps` whole steps. check: decode for real before leaving (an inline rank)."""
 
     steps: int = 0
+    check: bool = False
 
 
 # --- from a worker

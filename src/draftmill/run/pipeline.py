@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +18,11 @@ from draftmill.run.hooks import Hooks
 from draftmill.run.ledger import Ledger
 from draftmill.run.messages import Checked, TargetFacts
 from draftmill.run.placement import available_memory, threads_per_process
-from draftmill.run.session import Outcome, Session, disk_full
+from draftmill.run.session import Outcome, Session, in_plain_words
 from draftmill.run.supervisor import Supervisor
 from draftmill.run.target_worker import TargetJob
 from draftmill.run.targets import TargetGroup
-from draftmill.run.telemetry import Meter, Telemetry
-from draftmill.target.shape import load_config, read_shape
+from draftmill.run.telemetry import Telemetry
 
 
 def run_pipeline(session: Session) -> Outcome:
@@ -37,7 +34,7 @@ def run_pipeline(session: Session) -> Outcome:
     scene = _Scene(session)
     steps = config.train.accumulation
     try:
-        with session.stop.on_signals():
+        with session.stop.on_signals(), in_plain_words(session.folder):
             ended = Supervisor(
                 targets=_targets(session, ring, matrices),
                 drafters=DrafterGroup(_drafter_jobs(session, ring, matrices), say),
@@ -48,12 +45,9 @@ def run_pipeline(session: Session) -> Outcome:
                 hang_seconds=config.handoff.hang_seconds,
                 check=config.decode_check_prompts > 0,
                 asked_to_stop=session.stop,
+                interrupted=lambda: session.stop.exit_code != 0,
                 hooks=scene.hooks(),
             ).run()
-    except OSError as error:  # metrics, status, ledger
-        if error.errno != errno.ENOSPC:
-            raise
-        raise disk_full(session.folder) from error
     finally:
         scene.close()
     return Outcome(ended.step, ended.finished)
@@ -91,8 +85,7 @@ class _Scene:
             session.begin_training()
 
     def _open(self, step: int) -> None:
-        session = self.session
-        self.telemetry = Telemetry(session.folder, session.status, Meter(session.built.total_steps), step)
+        self.telemetry = self.session.telemetry(step)
 
     def _log(self, values: dict[str, Any]) -> None:
         if self.telemetry is not None:
@@ -114,10 +107,9 @@ class _Scene:
 
     def _checked(self, result: Checked | None) -> None:
         if result is None:
-            say("warning: the decode check was left out: the target's process ended during it")
-            return
-        self.session.status.update(decode_check=result.result)
-        say(result.text)
+            say("warning: the decode check was left out: the run was interrupted, or the target's process ended")
+        else:
+            self.session.checked(result)
 
 
 def _make_ring(session: Session) -> SharedRing | RingShape:
@@ -137,15 +129,25 @@ def _make_ring(session: Session) -> SharedRing | RingShape:
 
 
 def _make_matrices(session: Session) -> SharedMatrices:
-    config, built = session.config, session.built
-    shape = read_shape(load_config(config.target.model, trust_remote_code=config.target.trust_remote_code))
-    return SharedMatrices(shape.vocab_size, built.spec.hidden_size, getattr(torch, config.target.dtype))
+    spec = session.built.spec
+    return SharedMatrices(spec.vocab_size, spec.hidden_size, getattr(torch, session.config.target.dtype))
 
 
 def _batches(session: Session) -> tuple[int, int]:
     """First and end of the batches this command is to train."""
     steps = session.config.train.accumulation
     return session.start_step * steps, session.built.total_steps * steps
+
+
+def _common(session: Session) -> dict[str, Any]:
+    """What every worker's job says."""
+    config, built = session.config, session.built
+    return {
+        "config": config,
+        "spec": built.spec,
+        "threads": threads_per_process(config.threads, built.placement.processes),
+        "batches": _batches(session),
+    }
 
 
 def _coordinator(session: Session) -> Coordinator | None:
@@ -169,44 +171,27 @@ def _targets(
 ) -> TargetGroup | None:
     if matrices is None or ring is None:
         return None
-    config, built = session.config, session.built
-    devices = built.placement.targets
-    job = TargetJob(
-        name="",
-        config=config,
-        spec=built.spec,
-        device="",
-        threads=threads_per_process(config.threads, built.placement.processes),
-        batches=_batches(session),
-        targets=len(devices),
-        ring=ring,
-        matrices=matrices,
+    devices = session.built.placement.targets
+    common = {**_common(session), "targets": len(devices), "ring": ring, "matrices": matrices}
+    return TargetGroup(
+        [TargetJob(name=f"target-{n}", device=device, **common) for n, device in enumerate(devices)], say
     )
-    return TargetGroup([replace(job, name=f"target-{n}", device=device) for n, device in enumerate(devices)], say)
 
 
 def _drafter_jobs(
     session: Session, ring: SharedRing | RingShape | None, matrices: SharedMatrices | None
 ) -> list[DrafterJob]:
-    config, built = session.config, session.built
-    job = DrafterJob(
-        name="",
-        config=config,
-        spec=built.spec,
-        device="",
-        threads=threads_per_process(config.threads, built.placement.processes),
-        batches=_batches(session),
-        rank=0,
-        ranks=built.placement.ranks,
-        rendezvous=session.folder.root.absolute() / "rendezvous",
-        checkpoints=session.folder.checkpoints,
-        checkpoint=session.checkpoint,
-        total_steps=built.total_steps,
-        identity=identity(config, built),
-        ring=ring,
-        matrices=matrices,
-    )
-    return [
-        replace(job, name=f"drafter-{rank}", rank=rank, device=device)
-        for rank, device in enumerate(built.placement.drafters)
-    ]
+    built = session.built
+    common = {
+        **_common(session),
+        "ranks": built.placement.ranks,
+        "rendezvous": session.folder.root.absolute() / "rendezvous",
+        "checkpoints": session.folder.checkpoints,
+        "checkpoint": session.checkpoint,
+        "total_steps": built.total_steps,
+        "identity": identity(session.config, built),
+        "ring": ring,
+        "matrices": matrices,
+    }
+    devices = built.placement.drafters
+    return [DrafterJob(name=f"drafter-{n}", rank=n, device=device, **common) for n, device in enumerate(devices)]

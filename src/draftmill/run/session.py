@@ -12,6 +12,7 @@ from draftmill.config import RunConfig, dump_yaml
 from draftmill.errors import UserError
 from draftmill.run.build import Built, identity, say
 from draftmill.run.files import RunFolder, write_atomically
+from draftmill.run.messages import Checked
 from draftmill.run.provenance import provenance
 from draftmill.run.resume import check_same_target
 from draftmill.run.status import StatusWriter
@@ -60,20 +61,14 @@ class Session:
         self.status.phase("training", total_steps=self.built.total_steps, step=self.start_step)
         self.stop.start_clock()
 
-    @contextmanager
-    def telemetry(self) -> Iterator[Telemetry]:
-        """For the time of training; what ends it early is said in the user's terms."""
-        telemetry = Telemetry(self.folder, self.status, Meter(self.built.total_steps), self.start_step)
-        try:
-            yield telemetry
-        except (DivergedError, ArithmeticError) as error:
-            raise UserError(f"the run stopped: {error}") from error
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise disk_full(self.folder) from error
-        finally:
-            telemetry.close()
+    def telemetry(self, step: int) -> Telemetry:
+        """For training from `step` on. The caller closes it."""
+        return Telemetry(self.folder, self.status, Meter(self.built.total_steps), step)
+
+    def checked(self, result: Checked) -> None:
+        """The decode check's outcome, for the status file and the console."""
+        self.status.update(decode_check=result.result)
+        say(result.text)
 
     def conclude(self, outcome: Outcome) -> int:
         """The last lines and the exit code."""
@@ -93,8 +88,16 @@ class Session:
         return self.stop.exit_code
 
 
-def disk_full(folder: RunFolder) -> UserError:
-    """What ENOSPC means to the user of a run."""
-    latest, _ = find_latest(folder.checkpoints)
-    kept = "nothing was saved yet" if latest is None else f"{latest.path} is complete"
-    return UserError(f"the disk of {folder.root} is full; {kept}. Free space, then go on with --resume")
+@contextmanager
+def in_plain_words(folder: RunFolder) -> Iterator[None]:
+    """What ends training early, in the user's terms: divergence, states nobody should train on, a full disk."""
+    try:
+        yield
+    except (DivergedError, ArithmeticError) as error:
+        raise UserError(f"the run stopped: {error}") from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        latest, _ = find_latest(folder.checkpoints)
+        kept = "nothing was saved yet" if latest is None else f"{latest.path} is complete"
+        raise UserError(f"the disk of {folder.root} is full; {kept}. Free space, then go on with --resume") from error

@@ -46,19 +46,20 @@ class StepGate:
 
     def __init__(self, link: Link, batches_per_step: int) -> None:
         self._link, self._batches_per_step = link, batches_per_step
-        self._allowed, self._begun, self._stopped = 0, -1, False
+        self._allowed, self._begun = 0, -1
+        self.stop: Stop | None = None
 
     def __call__(self, index: int) -> bool:
         step = index // self._batches_per_step
         if step > self._begun:
             self._begun = step
             self._link.send(Begun(step))
-        while self._link.pending() or (step >= self._allowed and not self._stopped):
+        while self._link.pending() or (step >= self._allowed and self.stop is None):
             message = self._link.receive(idle=True)
             if isinstance(message, MayBegin):
                 self._allowed = max(self._allowed, message.steps)
             elif isinstance(message, Stop):
-                self._stopped = True
+                self.stop = message
         self._link.moved()
         return step < self._allowed
 

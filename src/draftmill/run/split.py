@@ -8,14 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftmill.config import RunConfig
+from draftmill.data.plan import BatchPlan
+from draftmill.data.prepared import PreparedSet
 from draftmill.drafter.config import DrafterSpec
 from draftmill.errors import UserError
+from draftmill.records import HiddenBatch
+from draftmill.run.job import starting_drafter, step_settings
 from draftmill.run.placement import Placement
+from draftmill.target.capture import Target
+from draftmill.train.optim import apply_update, make_optimizer
+from draftmill.train.step import micro_step
 
 BATCHES = 3  # measured of each side, after one to warm up
 
@@ -103,11 +110,6 @@ def _measure(connection: Connection, config: RunConfig, spec: DrafterSpec, devic
 
 def measure_here(config: RunConfig, spec: DrafterSpec, device: str) -> Measured:
     """First the target alone, then the drafter beside it; alone, if that is too much."""
-    from draftmill.data.plan import BatchPlan
-    from draftmill.data.prepared import PreparedSet
-    from draftmill.records import HiddenBatch
-    from draftmill.target.capture import Target
-
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     plan = BatchPlan(PreparedSet.open(config.data.prepared), config.data.token_budget, config.seed)
@@ -118,36 +120,44 @@ def measure_here(config: RunConfig, spec: DrafterSpec, device: str) -> Measured:
     target_seconds = _seconds([lambda b=batch: target.capture(b, features) for batch in tokens], device)  # type: ignore[misc]
     embedding, head, fingerprint = target.embedding, target.head, target.fingerprint
     steps = [HiddenBatch(batch, features, fingerprint, spec.taps) for batch in tokens]
-    together = True
+    drafter_seconds = _drafter_seconds(config, spec, device, steps, embedding, head)
+    if drafter_seconds is not None:
+        return Measured(target_seconds, drafter_seconds, together=True)
+    target = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    alone = _drafter_seconds(config, spec, device, steps, embedding, head)
+    if alone is None:
+        raise UserError("the drafter alone does not fit; lower data.token_budget or train.anchors")
+    return Measured(target_seconds, alone, together=False)
+
+
+def _drafter_seconds(
+    config: RunConfig, spec: DrafterSpec, device: str, batches: list[HiddenBatch], embedding: Tensor, head: Tensor
+) -> float | None:
+    """None when it does not fit. Nothing of the try stays behind then: the error, which holds it all, ends here."""
     try:
-        drafter_seconds = _drafter_seconds(config, spec, device, steps, embedding, head)
+        step = drafter_step(config, spec, device, embedding, head)
+        return _seconds([lambda b=batch: step(b) for batch in batches], device)  # type: ignore[misc]
     except torch.OutOfMemoryError:
-        together, target = False, None
-        embedding, head = embedding.clone(), head.clone()
-        gc.collect()
-        torch.cuda.empty_cache()
-        drafter_seconds = _drafter_seconds(config, spec, device, steps, embedding, head)
-    return Measured(target_seconds, drafter_seconds, together)
+        return None
 
 
-def _drafter_seconds(config: RunConfig, spec: DrafterSpec, device: str, steps: Any, embedding: Any, head: Any) -> float:
-    from draftmill.drafter.model import Drafter, initialise
-    from draftmill.run.target_worker import step_settings
-    from draftmill.train.optim import apply_update, make_optimizer
-    from draftmill.train.step import micro_step
-
-    drafter = Drafter(spec)
-    initialise(drafter, config.seed)
-    drafter = drafter.to(device)
+def drafter_step(
+    config: RunConfig, spec: DrafterSpec, device: str, embedding: Tensor, head: Tensor
+) -> Callable[[HiddenBatch], None]:
+    """A fresh drafter's micro-step and update, as a function of a batch; its weights do not change."""
+    drafter = starting_drafter(None, spec, config.seed, device)
     parameters = list(drafter.parameters())
     optimizer = make_optimizer(parameters, config.train)
     settings = step_settings(config, spec)
+    embedding, head = embedding.to(settings.dtype), head.to(settings.dtype)
 
-    def step(batch: Any) -> None:
+    def step(batch: HiddenBatch) -> None:
         sums = micro_step(drafter, batch, embedding=embedding, head=head, settings=settings)
         apply_update(parameters, optimizer, weight=sums.totals[1], lr=0.0, clip=1.0)
 
-    return _seconds([lambda b=batch: step(b) for batch in steps], device)  # type: ignore[misc]
+    return step
 
 
 def _seconds(calls: list[Callable[[], None]], device: str) -> float:

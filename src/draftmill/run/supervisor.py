@@ -66,12 +66,13 @@ class Supervisor:
         hang_seconds: float,
         check: bool,
         asked_to_stop: Callable[[], bool],
+        interrupted: Callable[[], bool],
         hooks: Hooks,
     ) -> None:
         self.targets, self.drafters, self.coordinator, self.ledger = targets, drafters, coordinator, ledger
         self.batches_per_step, self.check = batches_per_step, check
         self.lease_seconds, self.hang_seconds = lease_seconds, hang_seconds
-        self.asked_to_stop, self.hooks = asked_to_stop, hooks
+        self.asked_to_stop, self.interrupted, self.hooks = asked_to_stop, interrupted, hooks
         self.facts: TargetFacts | None = None  # once embedding and head are in the shared memory
         self.waits = Waits()
         self._facts_of: dict[str, TargetFacts] = {}  # by target
@@ -87,12 +88,14 @@ class Supervisor:
         """To the end of the schedule or to a stop. Whatever happens, no process is left."""
         try:
             self.drafters.start()
-            while not self.drafters.all_ended:
+            while not (self.drafters.all_ended or (self.drafters.all_saved and self.interrupted())):
                 if self.asked_to_stop() and not self._working:
                     return Ended(self.drafters.start_step, finished=False)
                 self._turn()
+            outcome = self.drafters.outcome()
+            self.ledger.ended(outcome.step * self.batches_per_step)
             self._decode_check()
-            return self.drafters.outcome()
+            return outcome
         finally:
             self._end_all()
 
@@ -300,9 +303,9 @@ class Supervisor:
         now = time.monotonic()
         if self._working and self._stop_by is None and self.asked_to_stop():
             self._stop_by = now + STOP_SECONDS
-            self.drafters.tell(Stop(self._last_step()))
+            self.drafters.tell(Stop(self._last_step(), check=not self.interrupted()))
             self.hooks.say("stopping: the drafter finishes its step and saves; a second Ctrl-C ends the run at once")
-        if self._stop_by is not None and now > self._stop_by:
+        if self._stop_by is not None and now > self._stop_by and not self.drafters.all_saved:
             raise UserError(
                 f"the drafter did not finish its step and save within {STOP_SECONDS:g} s of being asked to stop; the "
                 "last checkpoint is complete"
@@ -341,8 +344,7 @@ class Supervisor:
 
     def _decode_check(self) -> None:
         """With the target that is still there; the drafters are gone."""
-        outcome = self.drafters.outcome()
-        if not self.check or (self.asked_to_stop() and not outcome.finished) or self._checked:
+        if not self.check or self.interrupted() or self._checked:
             return
         ready = self.targets.working() if self.targets is not None else []
         if not ready:
@@ -351,7 +353,7 @@ class Supervisor:
         assert seat.worker is not None
         self.hooks.changed({**self.state(), "phase": "checking"})
         seat.worker.send(Check(str(self.drafters.checkpoints)))
-        while not (self._checked or seat.worker is None or self.asked_to_stop()):
+        while not (self._checked or seat.worker is None or self.interrupted()):
             self._listen()
             self._mind_silence(time.monotonic())
         if not self._checked:

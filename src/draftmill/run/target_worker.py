@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftmill.config import RunConfig
-from draftmill.data.plan import BatchPlan
-from draftmill.data.prepared import PreparedSet
-from draftmill.drafter.config import DrafterSpec
+from draftmill.data.tokenizer import load_tokenizer
 from draftmill.handoff.device import DeviceRingWriters
 from draftmill.handoff.interface import Transfer, Writer
 from draftmill.handoff.matrices import SharedMatrices, is_tied
 from draftmill.handoff.shared import RingShape, SharedRing, shared_writers
 from draftmill.records import TokenBatch
+from draftmill.run.job import Job, check_by_decoding
 from draftmill.run.link import Link
-from draftmill.run.messages import Check, Checked, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
-from draftmill.run.resolve import resolve_gamma
+from draftmill.run.messages import Check, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
 from draftmill.run.states import States, bins_of, open_states
 from draftmill.target.checks import StateCheck
-from draftmill.train.step import StepSettings
-
-NO_TARGET_TO_CHECK = (
-    "decode check: left out, because all states came from the cache and no target was loaded; "
-    "`draftmill evaluate` decodes"
-)
+from draftmill.train.checkpoint import load_drafter, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +32,6 @@ class Moving:
     features: Tensor
     check: StateCheck | None
     transfer: Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What every worker is told at its start. threads: CPU threads it may use. batches: first and end of the run's."""
-
-    name: str
-    config: RunConfig
-    spec: DrafterSpec
-    device: str
-    threads: int
-    batches: tuple[int, int]
-
-    def prepare_process(self) -> BatchPlan:
-        """Threads and device for this process alone; returns the plan of batches, which is the same in every worker."""
-        own = Path(tempfile.gettempdir()) / f"draftmill-compiled-{os.getuid()}" / self.name
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own))  # kept between runs, shared with no other worker
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self.threads))
-        torch.set_num_threads(self.threads)
-        if self.device.startswith("cuda"):
-            torch.cuda.set_device(self.device)
-        prepared = PreparedSet.open(self.config.data.prepared)
-        return BatchPlan(prepared, self.config.data.token_budget, self.config.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +72,7 @@ class TargetWorker:
             elif isinstance(message, Rings):
                 self._open(message.handles)
             elif isinstance(message, Check):
-                self.link.send(check_by_decoding(self.job, self.states, self.plan, Path(message.path)))
+                self._check(Path(message.path))
 
     def _open(self, handles: tuple[bytes, ...]) -> None:
         """The drafters have (new) slots in their devices' memory."""
@@ -116,6 +82,12 @@ class TargetWorker:
             self._direct.close()
         self._direct = DeviceRingWriters(handles, self.job.ring, self.job.device)
         self.writers = [*self._direct.writers]
+
+    def _check(self, path: Path) -> None:
+        config = self.job.config
+        drafter = load_drafter(open_checkpoint(path)).to(self.job.device)
+        tokenizer, prompts = load_tokenizer(config.target.model), config.decode_check_prompts
+        self.link.send(check_by_decoding(self.states.target, drafter, self.plan.prepared, tokenizer, prompts))
 
     def _next(self) -> Any:
         if not self.link.pending():
@@ -165,26 +137,3 @@ def facts_of(states: States, seconds: float = 0.0) -> TargetFacts:
     rows, hidden = states.embedding.shape
     tied = is_tied(states.embedding, states.head)
     return TargetFacts(states.fingerprint, states.isolation, tied, rows, hidden, seconds)
-
-
-def check_by_decoding(job: Job, states: States, plan: BatchPlan, path: Path) -> Checked:
-    """A short real decode with the checkpoint at `path`: does decoding accept what training promises?"""
-    if states.target is None:
-        return Checked(None, NO_TARGET_TO_CHECK)
-    from draftmill.data.tokenizer import load_tokenizer
-    from draftmill.run.decode_check import decode_check, describe
-    from draftmill.train.checkpoint import load_drafter, open_checkpoint
-
-    drafter = load_drafter(open_checkpoint(path)).to(job.device)
-    tokenizer = load_tokenizer(job.config.target.model)
-    result = decode_check(states.target, drafter, plan.prepared, tokenizer, job.config.decode_check_prompts)
-    return Checked(None if result is None else result.to_dict(), describe(result))
-
-
-def step_settings(config: RunConfig, spec: DrafterSpec) -> StepSettings:
-    return StepSettings(
-        anchors=config.anchors,
-        gamma=resolve_gamma(config.train.gamma, spec.block_size),
-        seed=config.seed,
-        dtype=getattr(torch, config.train.dtype),
-    )

@@ -87,8 +87,8 @@ class Label:
 def write_tensors(path: Path, label: Label, tensors: dict[str, Tensor]) -> None:
     """Write tensors [rows, width], on any device, in the order of label.names.
 
-    Not flushed to the disk, which would cost more than the target's forward: what a power cut leaves half is told by
-    its checksum. Raises OSError (disk full, folder gone); then no part of it stays.
+    Not flushed to the disk, so that the target need not wait for it: what a power cut leaves half is told by its
+    checksum. Raises OSError (disk full, folder gone); then no part of it stays.
     """
     parts = [_bytes_of(tensors[name]) for name in label.names if name in tensors]
     header = _header(label, {name: tensors[name].shape for name in label.names if name in tensors}, _checksum(parts))

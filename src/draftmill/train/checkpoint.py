@@ -53,7 +53,7 @@ def save_checkpoint(
     *,
     keep: int,
 ) -> Path:
-    """Write step-XXXXXXXX atomically, then tidy up. Raises OSError when the disk is full.
+    """Write the step's folder atomically, then tidy up. Raises OSError when the disk is full.
 
     weights: the drafter's state_dict; moments: `optimizer_tensors`; state: JSON-able.
 
