@@ -347,7 +347,8 @@ class Supervisor:
         if not self.check or self.interrupted() or self._checked:
             return
         ready = self.targets.working() if self.targets is not None else []
-        if not ready:
+        if not ready:  # lost, or the inline rank that was to do it ended meanwhile
+            self.hooks.checked(None)
             return
         seat = ready[0]
         assert seat.worker is not None
