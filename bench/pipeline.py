@@ -87,17 +87,21 @@ def hidden(plan: BatchPlan, target: Target, index: int, device: str) -> HiddenBa
 def apart(measure: Callable[[RunConfig, str, float], float], config: RunConfig, device: str, seconds: float) -> float:
     """In a process of its own with the run's threads, as in the run."""
     context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=_apart, args=(queue, measure, config, device, seconds))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_apart, args=(theirs, measure, config, device, seconds))
     process.start()
-    result: float = queue.get()
+    theirs.close()
+    try:
+        result: float = ours.recv()
+    except EOFError:
+        raise SystemExit("a measurement failed, see above") from None
     process.join()
     return result
 
 
-def _apart(queue: Any, measure: Any, config: RunConfig, device: str, seconds: float) -> None:
+def _apart(connection: Any, measure: Any, config: RunConfig, device: str, seconds: float) -> None:
     torch.set_num_threads(config.threads or 1)
-    queue.put(measure(config, device, seconds))
+    connection.send(measure(config, device, seconds))
 
 
 class MemoryWatch(threading.Thread):

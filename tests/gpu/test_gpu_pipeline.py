@@ -77,6 +77,15 @@ def test_a_prefetched_slot_waits_for_a_free_buffer_and_keeps_its_order() -> None
         assert transfer.ready()
 
 
+def test_a_ring_that_is_gone_leaves_its_addresses_free_for_the_next() -> None:
+    from draftmill.handoff.shared import SharedRing, shared_writers
+
+    for _ in range(4):  # the same addresses are mapped again and again
+        writers = shared_writers(SharedRing(ring_shape()), "cuda:0")
+        writers[0].begin(0).fill_(1)
+        writers[0].end(0).wait()
+
+
 def _write_elsewhere(handle: bytes, done: Any) -> None:
     from draftmill.handoff.device import DeviceRingWriters
 
@@ -185,6 +194,29 @@ def test_a_split_run_trains_what_an_inline_run_trains(run_files: Path, inline_lo
     assert "blocks agree" in error
     assert losses(run_files / queue) == pytest.approx(inline_losses, rel=0.02)
     assert read_ledger(run_files / queue / "ledger.jsonl") == dict.fromkeys(range(60), 1)
+
+
+def test_slots_that_do_not_fit_the_device_are_refused_with_the_number_that_would(run_files: Path) -> None:
+    process = start(
+        run_files, "refused", "devices.targets=0", "devices.drafters=0", "handoff.queue=device", "handoff.slots=2000000"
+    )
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 2, error
+    assert "of the memory of cuda:0" in error
+    assert "would fit: set handoff.slots=" in error
+    assert "Traceback" not in error
+
+
+def test_both_sides_are_measured_for_the_automatic_split(run_files: Path) -> None:
+    from draftmill.config import load_run_config
+    from draftmill.run.build import build
+    from draftmill.run.split import measure
+
+    config = load_run_config(run_files / "config.yaml", [])
+    measured = measure(config, build(config).spec, "cuda:0")
+    assert measured.together
+    assert 0 < measured.target_seconds < 10
+    assert 0 < measured.drafter_seconds < 10
 
 
 @pytest.mark.parametrize("victim", ["target-0", "drafter-0"])

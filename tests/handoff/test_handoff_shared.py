@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from draftmill.errors import UserError
+from draftmill.handoff.device import KEPT_FREE, check_device_room
 from draftmill.handoff.matrices import SharedMatrices, is_tied
 from draftmill.handoff.memory import MemoryRing
 from draftmill.handoff.shared import (
@@ -154,6 +155,15 @@ def test_room_is_checked_before_memory_is_taken() -> None:
     for available in (1 << 20, 0):
         with pytest.raises(UserError, match=r"not even one fits: lower data\.token_budget$"):
             check_room(shape, available, kept_free=1 << 20)
+
+
+def test_room_on_a_device_is_checked_before_memory_is_taken() -> None:
+    shape = RingShape(2, 4, 1024, 512, torch.bfloat16)  # 1 MB a slot, 4 MB a rank
+    check_device_room(shape, "cuda:1", (4 << 20) + KEPT_FREE)
+    with pytest.raises(UserError, match=r"the memory of cuda:1.* 3 would fit: set handoff.slots=3"):
+        check_device_room(shape, "cuda:1", (4 << 20) - 1 + KEPT_FREE)
+    with pytest.raises(UserError, match=r"not even one fits: .*handoff.queue=host"):
+        check_device_room(shape, "cuda:1", KEPT_FREE)
 
 
 def test_a_ring_in_one_process_hands_over_what_was_written() -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from draftmill.handoff.copies import DeviceWriter, EventTransfer
 from draftmill.handoff.device_memory import Opened, allocate, reaches
-from draftmill.handoff.shared import RingShape
+from draftmill.handoff.shared import RingShape, refuse_too_many
+
+KEPT_FREE = 1 << 30  # at least: the drafter's weights are there already, its activations are not
 
 
 class DeviceRing:
@@ -21,6 +23,7 @@ class DeviceRing:
 
     def __init__(self, shape: RingShape, device: str) -> None:
         self.slots, self.slot_bytes = shape.slots, shape.slot_bytes
+        check_device_room(shape, device, torch.cuda.mem_get_info(device)[0])
         memory, self.handle = allocate(shape.slots * shape.stride, device)
         self._slots = slot_views(memory, shape)
 
@@ -34,6 +37,13 @@ class DeviceRing:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._slots[slot].device))
         return EventTransfer(event)
+
+
+def check_device_room(shape: RingShape, device: str, available: int) -> None:
+    """Refuse one rank's slots that do not fit into `available` bytes of its GPU."""
+    what = f"{shape.slots} slots × {shape.slot_bytes / 1e9:.2f} GB"
+    remedy = "lower data.token_budget, or set handoff.queue=host"
+    refuse_too_many(shape, 1, available, KEPT_FREE, what, f"the memory of {device}", remedy)
 
 
 def slot_views(memory: Tensor, shape: RingShape) -> list[Tensor]:

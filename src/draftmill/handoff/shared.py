@@ -40,6 +40,7 @@ class SharedMemory:
         self._map()
 
     def _map(self) -> None:
+        self._pinned = False
         weakref.finalize(self, os.close, self._file)  # an open file would keep the bytes, mapped or not
         self.bytes = torch.frombuffer(mmap.mmap(self._file, self.size), dtype=torch.uint8)
 
@@ -59,9 +60,15 @@ class SharedMemory:
 
     def pin(self) -> None:
         """Page-lock this process's mapping, so that copies to and from its GPU run beside the arithmetic."""
-        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)
+        if self._pinned:
+            return
+        address = self.bytes.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, self.size, 0)
         if int(error) != 0:
             raise RuntimeError(f"cannot page-lock {self.size / 1e9:.1f} GB of shared memory (CUDA error {int(error)})")
+        self._pinned = True
+        # before the memory is unmapped: what is mapped at this address later could not be page-locked
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +165,21 @@ def shared_reader(ring: SharedRing, rank: int, device: str) -> HostReader | Devi
 
 def check_room(shape: RingShape, available: int, *, kept_free: int = 1 << 30) -> None:
     """Refuse slots that do not fit into `available` bytes of host memory, less what the processes need themselves."""
+    what = f"{shape.slots} slots × {shape.ranks} drafter ranks × {shape.slot_bytes / 1e9:.2f} GB"
+    refuse_too_many(shape, shape.ranks, available, kept_free, what, "host memory", "lower data.token_budget")
+
+
+def refuse_too_many(
+    shape: RingShape, ranks: int, available: int, kept_free: int, what: str, memory: str, remedy: str
+) -> None:
+    """UserError with the number of slots that would fit `available` bytes less `kept_free`."""
     room = max(0, available - kept_free)
-    if shape.total_bytes <= room:
+    total = ranks * shape.slots * shape.stride
+    if total <= room:
         return
-    fit = room // (shape.ranks * shape.stride)
+    fit = room // (ranks * shape.stride)
     raise UserError(
-        f"handoff.slots: {shape.slots} slots × {shape.ranks} drafter ranks × {shape.slot_bytes / 1e9:.2f} GB are "
-        f"{shape.total_bytes / 1e9:.1f} GB of host memory, but {available / 1e9:.1f} GB are free and "
+        f"handoff.slots: {what} are {total / 1e9:.1f} GB of {memory}, but {available / 1e9:.1f} GB are free and "
         f"{kept_free / 1e9:.1f} GB of that stay for the processes; "
-        + (f"{fit} would fit: set handoff.slots={fit}" if fit else "not even one fits: lower data.token_budget")
+        + (f"{fit} would fit: set handoff.slots={fit}" if fit else f"not even one fits: {remedy}")
     )
