@@ -122,6 +122,8 @@ class RunConfig(BaseModel):
     def _possible(self) -> Self:
         if self.cache_gb is not None and self.cache is None:
             raise ValueError("cache_gb without cache keeps nothing; name a folder: cache=DIR")
+        if self.parallel == "fsdp" and self.train.optimizer == "muon":
+            raise ValueError("train.optimizer: muon needs whole matrices, parallel: fsdp spreads them; choose one")
         if self.anchors > self.data.token_budget:
             raise ValueError(
                 f"train.anchors ({self.anchors}) is more than data.token_budget ({self.data.token_budget}); "

@@ -62,9 +62,10 @@ def accumulate(groups: list[list[int]]) -> tuple[dict[str, Tensor], float, dict[
         sums = micro_step(drafter, batch, embedding=head, head=head, settings=SETTINGS)
         weight, first = weight + sums.totals[1], first + len(group)
     collected = gradients(drafter)
-    norm, done = apply_update(parameters, optimizer, weight=weight, lr=1e-2, clip=1.0)
-    assert done
-    assert norm > 0
+    update = apply_update(parameters, optimizer, weight=weight, lr=1e-2, clip=1.0)
+    drafter.zero_grad()
+    assert update.done
+    assert update.norm > 0
     return collected, float(weight), weights(drafter)
 
 
@@ -104,15 +105,32 @@ def test_the_gradient_is_divided_by_the_weight_and_clipped_to_the_norm() -> None
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([parameter], lr=123.0)
     parameter.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    norm, done = apply_update([parameter], optimizer, weight=torch.tensor(10.0), lr=1.0, clip=1.0)
-    assert (norm, done) == (pytest.approx(0.5), True)
+    update = apply_update([parameter], optimizer, weight=torch.tensor(10.0), lr=1.0, clip=1.0)
+    assert (float(update.norm), bool(update.done)) == (pytest.approx(0.5), True)
     assert torch.allclose(parameter, -torch.tensor([[0.3, 0.0], [0.0, 0.4]]))
-    assert parameter.grad is None
     parameter.data.zero_()
     parameter.grad = torch.tensor([[30.0, 0.0], [0.0, 40.0]])
-    norm, done = apply_update([parameter], optimizer, weight=torch.tensor(10.0), lr=1.0, clip=1.0)
-    assert (norm, done) == (pytest.approx(5.0), True)
+    update = apply_update([parameter], optimizer, weight=torch.tensor(10.0), lr=1.0, clip=1.0)
+    assert (float(update.norm), bool(update.done)) == (pytest.approx(5.0), True)
     assert torch.allclose(parameter, -torch.tensor([[0.6, 0.0], [0.0, 0.8]]), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.3, 30.0])
+def test_adamw_takes_the_normalised_and_clipped_gradient(size: float) -> None:
+    """The fused kernel divides by itself; a plain AdamW in float64 of the divided gradient is the reference."""
+    draw = torch.Generator().manual_seed(7)
+    start, raw = torch.randn(5, 3, generator=draw), [torch.randn(5, 3, generator=draw) * size for _ in range(3)]
+    parameter, plain = nn.Parameter(start.clone()), nn.Parameter(start.double())
+    optimizer = make_optimizer([parameter], TrainConfig(weight_decay=0.1))
+    reference = torch.optim.AdamW([plain], lr=1.0, weight_decay=0.1)
+    for step, gradient in enumerate(raw):
+        parameter.grad = gradient.clone()
+        apply_update([parameter], optimizer, weight=torch.tensor(2.5), lr=0.1 / (step + 1), clip=1.0)
+        wanted = gradient.double() / 2.5
+        plain.grad = wanted * min(1.0, 1.0 / float(wanted.norm()))
+        reference.param_groups[0]["lr"] = 0.1 / (step + 1)
+        reference.step()
+    assert torch.allclose(parameter.double(), plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -122,18 +140,17 @@ def test_case_23_a_non_finite_gradient_changes_no_bit(bad: float) -> None:
     optimizer = make_optimizer(parameters, TrainConfig(weight_decay=0.1))
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    assert apply_update(parameters, optimizer, weight=torch.tensor(2.0), lr=1e-3, clip=1.0)[1]
+    assert apply_update(parameters, optimizer, weight=torch.tensor(2.0), lr=1e-3, clip=1.0).done
     before = weights(drafter)
     moments = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in parameters]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     parameters[3].grad.view(-1)[1] = bad
-    norm, done = apply_update(parameters, optimizer, weight=torch.tensor(2.0), lr=1e-3, clip=1.0)
-    assert not done
-    assert not math.isfinite(norm)
+    update = apply_update(parameters, optimizer, weight=torch.tensor(2.0), lr=1e-3, clip=1.0)
+    assert not update.done
+    assert not update.norm.isfinite()
     assert same(before, weights(drafter))
     assert all(same(moments[i], optimizer.state[p]) for i, p in enumerate(parameters))
-    assert all(parameter.grad is None for parameter in parameters)
 
 
 def test_case_24_no_weight_at_all_means_no_update() -> None:
@@ -141,12 +158,14 @@ def test_case_24_no_weight_at_all_means_no_update() -> None:
     parameters = list(drafter.parameters())
     optimizer = make_optimizer(parameters, TrainConfig(weight_decay=0.5))
     before = weights(drafter)
-    assert apply_update(parameters, optimizer, weight=torch.tensor(0.0), lr=1.0, clip=1.0) == (0.0, False)
+    update = apply_update(parameters, optimizer, weight=torch.tensor(0.0), lr=1.0, clip=1.0)
+    assert (float(update.norm), bool(update.done)) == (0.0, False)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    assert apply_update(parameters, optimizer, weight=torch.tensor(0.0), lr=1.0, clip=1.0) == (0.0, False)
+    update = apply_update(parameters, optimizer, weight=torch.tensor(0.0), lr=1.0, clip=1.0)
+    assert (float(update.norm), bool(update.done)) == (0.0, False)
     assert same(before, weights(drafter))
-    assert not optimizer.state
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values())
 
 
 def test_weight_decay_is_on_matrices_only() -> None:
@@ -160,7 +179,7 @@ def test_weight_decay_is_on_matrices_only() -> None:
     before = weights(drafter)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    assert apply_update(list(named.values()), optimizer, weight=torch.tensor(1.0), lr=0.1, clip=1.0)[1]
+    assert apply_update(list(named.values()), optimizer, weight=torch.tensor(1.0), lr=0.1, clip=1.0).done
     for name, parameter in named.items():
         factor = 1.0 if "norm" in name else 1 - 0.1 * 0.25
         assert torch.allclose(parameter, before[name] * factor, rtol=1e-6, atol=0), name
@@ -179,7 +198,8 @@ def test_masters_stay_float32_and_gather_updates_below_bf16_resolution() -> None
         before = weight.detach().clone()
         sums = micro_step(drafter, batch, embedding=head, head=head, settings=settings)
         assert weight.grad.dtype == torch.float32
-        assert apply_update(parameters, optimizer, weight=sums.totals[1], lr=1e-6, clip=1.0)[1]
+        assert apply_update(parameters, optimizer, weight=sums.totals[1], lr=1e-6, clip=1.0).done
+        drafter.zero_grad()
         large = before.abs() > 0.05  # bf16 values there are at least 2^-12 apart
         lost = before.bfloat16() + (weight - before).bfloat16() == before.bfloat16()
         assert lost[large].all(), "in bf16 this update would be lost"

@@ -151,7 +151,12 @@ def report(trainer: Trainer) -> Record:
         "moments": whole(optimizer_tensors(trainer.optimizer)),
         "left": [name for name, parameter in trainer.drafter.named_parameters() if parameter.grad is not None],
         "diary": trainer.source.diary,
-        "progress": {"step": p.step, "skipped": p.skipped, "in_a_row": p.skipped_in_a_row, "tokens": p.context_tokens},
+        "progress": {
+            "step": p.step,
+            "skipped": p.count()["skipped"],
+            "in_a_row": p.count()["skipped_in_a_row"],
+            "tokens": p.count()["context_tokens"],
+        },
     }
 
 
@@ -184,7 +189,7 @@ def gradient(parallel: Parallel, documents: tuple[int, ...]) -> Record:
                 drafter, document_batch(number), embedding=matrix(), head=matrix(), settings=SETTINGS,
                 always_run=parallel.always_run,
             )  # fmt: skip
-    sums, _ = parallel.total(sums, 0)
+    sums, _ = parallel.total(sums, torch.tensor(0))
     found = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     return {"gradient": whole(found), "weight": float(sums.totals[1])}
 
@@ -203,7 +208,7 @@ def check_shards(kind: str) -> Record:
     assert sums is not None
     for name, parameter in trainer.drafter.named_parameters():
         counts[name] = [parameter.numel(), held(parameter.data), held(parameter.grad)]
-    trainer._update(sums)
+    trainer._update(*sums)
     for name, parameter in trainer.drafter.named_parameters():
         counts[name] += [held(trainer.optimizer.state[parameter][moment]) for moment in ("exp_avg", "exp_avg_sq")]
     return counts
@@ -294,7 +299,7 @@ def watched(name: str, bucket_bytes: int) -> Record:
             watch.events = []
             sums = trainer._accumulate()
             assert sums is not None
-            trainer._update(sums)
+            trainer._update(*sums)
             steps.append(watch.events)
     return {"steps": steps, "weights": whole(drafter.state_dict())}
 

@@ -7,7 +7,7 @@ from contextlib import closing
 import torch
 
 from draftmill.handoff.memory import MemoryRing
-from draftmill.run.build import identity
+from draftmill.run.build import identity, say
 from draftmill.run.job import check_by_decoding, starting_drafter, step_settings
 from draftmill.run.ledger import Ledger
 from draftmill.run.session import Outcome, Session, in_plain_words
@@ -26,6 +26,7 @@ def run_alone(session: Session) -> Outcome:
     session.write_record()
     device = built.placement.drafters[0]
     drafter = starting_drafter(session.checkpoint, built.spec, config.seed, device)
+    session.status.phase("compiling")
     ledger = Ledger(session.folder.ledger, session.start_step * config.train.accumulation)
     telemetry = session.telemetry(session.start_step)
     with session.stop.on_signals(), closing(ledger), closing(telemetry), in_plain_words(session.folder):
@@ -34,7 +35,7 @@ def run_alone(session: Session) -> Outcome:
             _source(session, states, ledger),
             config.train,
             parallel=Alone(),
-            settings=step_settings(config, built.spec),
+            settings=step_settings(config, built.spec, device),
             total_steps=built.total_steps,
             embedding=states.embedding,
             head=states.head,
@@ -47,6 +48,7 @@ def run_alone(session: Session) -> Outcome:
                 "target_fingerprint": states.fingerprint,
             },
         )
+        say(f"step: {trainer.step.describe()}")
         if session.checkpoint is not None:
             trainer.resume(session.checkpoint)
         session.begin_training()

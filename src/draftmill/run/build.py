@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from draftmill.data.tokenizer import load_tokenizer
 from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
+from draftmill.run.job import plain_because
 from draftmill.run.placement import Placement, default_slots, settle
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
 from draftmill.run.split import explain, measure, share_out
@@ -54,12 +56,28 @@ def build(config: RunConfig) -> Built:
     steps = max(1, config.train.epochs * plan.batches_per_epoch // config.train.accumulation)
     total = min(steps, config.train.max_steps or steps)
     placement = placement or _measured_placement(config, spec)
+    check_kernels(config, spec, placement)
     if config.parallel == "fsdp" and placement.ranks == 1:
         raise UserError(
             "parallel: fsdp spreads the drafter over several ranks, but there is only one; name more devices"
         )
     slots = 1 if placement.inline else config.handoff.slots or default_slots(placement)
     return Built(prepared, plan, tokenizer, spec, origin, placement, slots, total)
+
+
+def check_kernels(config: RunConfig, spec: DrafterSpec, placement: Placement) -> None:
+    """Say it where a GPU would compute the slow step although the fast one was asked for."""
+    if not placement.drafters[0].startswith("cuda") or config.train.kernels == "plain":
+        return
+    if reason := plain_because(config, spec):
+        say(
+            f"warning: {reason}; the drafter's step runs plain, several times slower (train.kernels=plain accepts this)"
+        )
+    elif importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "train.kernels: fused needs triton, which comes with CUDA builds of torch; install it, or accept a step "
+            "several times slower with train.kernels=plain"
+        )
 
 
 def _measured_placement(config: RunConfig, spec: DrafterSpec) -> Placement:

@@ -21,7 +21,7 @@ from draftmill.handoff.shared import RingShape, SharedRing, shared_reader
 from draftmill.run.files import RunFolder
 from draftmill.run.job import Job, check_by_decoding, starting_drafter, step_settings
 from draftmill.run.link import Link
-from draftmill.run.messages import Ended, Loaded, Log, Matrices, Released, RingReady, Saved, TargetFacts
+from draftmill.run.messages import Ended, Loaded, Log, Matrices, Note, Released, RingReady, Saved, TargetFacts
 from draftmill.run.session import in_plain_words
 from draftmill.run.sources import InlineSource, QueuedSource, StepGate
 from draftmill.run.states import bins_of, open_states
@@ -61,6 +61,7 @@ class DrafterWorker:
                 self._run_inline(drafter, parallel)
                 return
             reader = self._reader(job.ring)
+            self._warm_up()
             facts = self._await_matrices()
             if facts is None:  # asked to stop before there was anything to train on
                 self.link.send(Ended(0 if job.checkpoint is None else job.checkpoint.step, finished=False))
@@ -108,6 +109,15 @@ class DrafterWorker:
         self.link.send(RingReady(device_ring.handle))
         return device_ring
 
+    def _warm_up(self) -> None:
+        """While the target loads."""
+        settings = step_settings(self.job.config, self.job.spec, self.job.device)
+        if settings.fused_rows is not None:
+            from draftmill.train.fused_step import warm_up
+
+            self.link.phase("compiling")
+            warm_up(self.job.spec, settings, self.job.device)
+
     def _await_matrices(self) -> TargetFacts | None:
         self.link.phase("waiting for the target")
         message = self.link.receive()
@@ -122,7 +132,7 @@ class DrafterWorker:
             source,
             config.train,
             parallel=parallel,
-            settings=step_settings(config, job.spec),
+            settings=step_settings(config, job.spec, job.device),
             total_steps=job.total_steps,
             embedding=embedding,
             head=head,
@@ -131,6 +141,8 @@ class DrafterWorker:
             on_save=lambda seconds: self.link.send(Saved(trainer.progress.step, seconds)),
             provenance={**job.identity, "target": config.target.model, "target_fingerprint": target},
         )
+        if job.rank == 0:
+            self.link.send(Note(f"step: {trainer.step.describe()}"))
         if job.checkpoint is not None:
             trainer.resume(job.checkpoint)
         return trainer

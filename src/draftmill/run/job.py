@@ -22,6 +22,7 @@ from draftmill.target.capture import Target
 from draftmill.train.checkpoint import Checkpoint, load_drafter
 from draftmill.train.step import StepSettings
 
+FUSED_HEAD_DIMS = (64, 128)
 NO_TARGET_TO_CHECK = (
     "decode check: left out, because all states came from the cache and no target was loaded; "
     "`draftmill evaluate` decodes"
@@ -51,13 +52,26 @@ class Job:
         return BatchPlan(prepared, self.config.data.token_budget, self.config.seed)
 
 
-def step_settings(config: RunConfig, spec: DrafterSpec) -> StepSettings:
+def step_settings(config: RunConfig, spec: DrafterSpec, device: str) -> StepSettings:
+    fused = device.startswith("cuda") and config.train.kernels == "fused" and plain_because(config, spec) is None
     return StepSettings(
         anchors=config.anchors,
         gamma=resolve_gamma(config.train.gamma, spec.block_size),
         seed=config.seed,
         dtype=getattr(torch, config.train.dtype),
+        fused_rows=config.data.token_budget if fused else None,
     )
+
+
+def plain_because(config: RunConfig, spec: DrafterSpec) -> str | None:
+    """Why a GPU cannot compute the fused step, or None."""
+    if config.train.dtype != "bfloat16":
+        return f"train.dtype is {config.train.dtype}, the fused kernels are for bfloat16"
+    if spec.head_dim not in FUSED_HEAD_DIMS:
+        return f"the drafter's heads have {spec.head_dim} numbers, the fused kernels are for {FUSED_HEAD_DIMS}"
+    if config.parallel == "fsdp":
+        return "parallel: fsdp spreads matrices that the fused step needs whole"
+    return None
 
 
 def starting_drafter(checkpoint: Checkpoint | None, spec: DrafterSpec, seed: int, device: str) -> Drafter:

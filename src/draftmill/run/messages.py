@@ -145,6 +145,13 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the console."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     values: dict[str, Any]
 

@@ -22,7 +22,7 @@ from draftmill.run.job import starting_drafter, step_settings
 from draftmill.run.placement import Placement
 from draftmill.target.capture import Target
 from draftmill.train.optim import apply_update, make_optimizer
-from draftmill.train.step import micro_step
+from draftmill.train.step import make_step
 
 BATCHES = 3  # measured of each side, after one to warm up
 
@@ -150,12 +150,13 @@ def drafter_step(
     drafter = starting_drafter(None, spec, config.seed, device)
     parameters = list(drafter.parameters())
     optimizer = make_optimizer(parameters, config.train)
-    settings = step_settings(config, spec)
-    embedding, head = embedding.to(settings.dtype), head.to(settings.dtype)
+    micro_step = make_step(drafter, embedding, head, step_settings(config, spec, device))
 
     def step(batch: HiddenBatch) -> None:
-        sums = micro_step(drafter, batch, embedding=embedding, head=head, settings=settings)
+        sums = micro_step(batch)
         apply_update(parameters, optimizer, weight=sums.totals[1], lr=0.0, clip=1.0)
+        micro_step.updated()
+        micro_step.clear()
 
     return step
 

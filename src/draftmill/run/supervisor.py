@@ -30,6 +30,7 @@ from draftmill.run.messages import (
     Log,
     Matrices,
     MayBegin,
+    Note,
     Phase,
     Released,
     RingReady,
@@ -144,6 +145,8 @@ class Supervisor:
             case Checked():
                 self._checked = True
                 self.hooks.checked(message)
+            case Note(text):
+                self.hooks.say(text)
             case Phase():
                 self.hooks.changed(self.state())
 

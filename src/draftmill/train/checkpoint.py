@@ -15,9 +15,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,6 +25,15 @@ from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
 
 FORMAT = 1
+
+
+class AnyOptimizer(Protocol):
+    """One or several of torch's, with the groups and the state of all."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+
 FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
 _PREFIX = "step-"
 
@@ -128,7 +136,7 @@ def load_drafter(checkpoint: Checkpoint) -> Drafter:
 
 
 def load_optimizer(
-    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, part: Callable[[nn.Parameter, Tensor], Tensor]
+    checkpoint: Checkpoint, optimizer: AnyOptimizer, part: Callable[[nn.Parameter, Tensor], Tensor]
 ) -> None:
     """Put the saved moments back: of each whole moment of a parameter what `part` says this rank holds. The optimizer
     must hold the same parameters in the same order."""
@@ -142,7 +150,7 @@ def load_optimizer(
             optimizer.state[parameter] = saved
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: AnyOptimizer) -> dict[str, Tensor]:
     """Moments and step counts as a flat dict "parameter number.name" → tensor."""
     tensors = {}
     for number, parameter in enumerate(_parameters(optimizer)):
@@ -151,7 +159,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _parameters(optimizer: AnyOptimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -31,13 +31,23 @@ class TrainConfig(BaseModel):
     gamma: float | None = Field(
         None, gt=0, description="γ of the slot weights exp(−(k−1)/γ). Left out: 7 / 5 / 4 for blocks of 16 / 10 / 8."
     )
-    lr: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: Muon for the matrices (its updates scaled to AdamW's size, so lr means the same), AdamW for "
+        "the norms. Not with parallel: fsdp.",
+    )
+    lr: float = Field(6e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on matrices only.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on matrices only.")
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of the steps with a linearly rising rate.")
     clip: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of the drafter's arithmetic; its master weights are always float32."
+    )
+    kernels: Literal["fused", "plain"] = Field(
+        "fused",
+        description="How a GPU computes the step. fused: few launches and little memory, in bfloat16; plain: the "
+        "reference, several times slower. A CPU always computes the plain step.",
     )
     log_every: int = Field(10, ge=1, description="Optimizer steps between two lines of metrics.jsonl.")
     save_every: int = Field(500, ge=1, description="Optimizer steps between two checkpoints.")

@@ -37,8 +37,8 @@ class Parallel(Protocol):
     def discard(self) -> None:
         """Forget what an unfinished step left beside .grad. All ranks call it behind the same micro-step."""
 
-    def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
-        """Added over the ranks."""
+    def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
+        """Added over the ranks. tokens: 0-dim int64, on the device of the sums."""
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as a single rank would hold them. Every rank must call it; only the first may use what comes."""
@@ -62,7 +62,7 @@ class Alone:
     def discard(self) -> None:
         pass
 
-    def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
+    def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
         return sums, tokens
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class _Bucket:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = [given(p.grad) for p in self.parameters]
         self.flat = gradients[0] if len(gradients) == 1 else torch.cat([g.flatten() for g in gradients])
         self.work = dist.all_reduce(self.flat, async_op=True)
 
@@ -96,8 +96,9 @@ class _Bucket:
         self.work.wait()
         if len(self.parameters) > 1:
             parts = self.flat.split([p.numel() for p in self.parameters])
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+            gradients = [given(p.grad) for p in self.parameters]
+            shaped = [part.view_as(own) for part, own in zip(parts, gradients, strict=True)]
+            torch._foreach_copy_(gradients, shaped)  # where they lie: a captured step knows them by address
         self.flat = self.work = None
 
 
@@ -143,7 +144,7 @@ class DataParallel:
     def discard(self) -> None:
         pass  # no sum begins before the last micro-step, and that one ends all it began
 
-    def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
+    def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
         return total_over_ranks(sums, tokens)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -204,7 +205,7 @@ class FullySharded:
                 module.reshard()
         self._pending = False
 
-    def total(self, sums: Sums, tokens: int) -> tuple[Sums, int]:
+    def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
         return total_over_ranks(sums, tokens)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -225,21 +226,30 @@ class FullySharded:
         return distribute_tensor(value.to(parameter.device), own.device_mesh, own.placements)
 
 
-def as_whole(tensor: Tensor) -> Tensor:
-    """A tensor of which the ranks hold parts, put together; any other as it is."""
+def given(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+def is_shared_out(tensor: Tensor) -> bool:
+    """Whether the ranks hold parts of it."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(tensor, DTensor):
+    return isinstance(tensor, DTensor)
+
+
+def as_whole(tensor: Tensor) -> Tensor:
+    """A tensor of which the ranks hold parts, put together; any other as it is."""
+    if not is_shared_out(tensor):
         return tensor
-    whole: Tensor = tensor.full_tensor()
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return whole
 
 
-def total_over_ranks(sums: Sums, tokens: int) -> tuple[Sums, int]:
+def total_over_ranks(sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
     """One small reduction in fp64, which holds whole numbers up to 2^53 exactly."""
     slots, totals = sums.slots, sums.totals
-    count = totals.new_full((1,), tokens)  # filled on the device: an upload would wait for all work before it
-    flat = torch.cat((slots.flatten(), totals, count))
+    flat = torch.cat((slots.flatten(), totals, tokens.double()[None]))
     dist.all_reduce(flat)
     added = Sums(flat[: slots.numel()].view_as(slots), flat[slots.numel() : -1])
-    return added, int(flat[-1])
+    return added, flat[-1].long()

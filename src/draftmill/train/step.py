@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +19,72 @@ from draftmill.records import HiddenBatch
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """anchors: N per batch. gamma: of the slot weights. dtype: of the drafter's arithmetic."""
+    """anchors: N per batch. gamma: of the slot weights. dtype: of the drafter's arithmetic. fused_rows: T, if the step
+    is to be that of `fused_step`, for a GPU, in place of the plain one here."""
 
     anchors: int
     gamma: float
     seed: int
     dtype: torch.dtype
+    fused_rows: int | None = None
+
+
+class Step(Protocol):
+    """A micro-step, however it is computed. The gradients are the parameters' own .grad."""
+
+    def __call__(self, batch: HiddenBatch) -> Sums:
+        """Add the gradient of the batch's Σ w·CE; return the batch's sums, on the device, which may be overwritten by
+        the next call."""
+
+    def updated(self) -> None:
+        """The weights have changed."""
+
+    def clear(self) -> None:
+        """Begin anew: the gradients collected so far are not needed any more."""
+
+    def describe(self) -> str:
+        """For the console: how the step is computed."""
+
+
+class PlainStep:
+    """`micro_step` as a `Step`."""
+
+    def __init__(
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, settings: StepSettings, *, always_run: bool
+    ) -> None:
+        self._drafter, self._embedding, self._head = drafter, embedding, head
+        self._settings, self._always_run = settings, always_run
+
+    def __call__(self, batch: HiddenBatch) -> Sums:
+        return micro_step(
+            self._drafter,
+            batch,
+            embedding=self._embedding,
+            head=self._head,
+            settings=self._settings,
+            always_run=self._always_run,
+        )
+
+    def updated(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        self._drafter.zero_grad(set_to_none=True)
+
+    def describe(self) -> str:
+        return "plain, document by document"
+
+
+def make_step(
+    drafter: Drafter, embedding: Tensor, head: Tensor, settings: StepSettings, *, always_run: bool = False
+) -> Step:
+    """embedding, head [V, H] on the drafter's device; any dtype. always_run as in `micro_step`."""
+    embedding, head = (matrix.to(settings.dtype) for matrix in (embedding, head))
+    if settings.fused_rows is not None:
+        from draftmill.train.fused_step import FusedStep
+
+        return FusedStep(drafter, embedding, head, settings).prepare()
+    return PlainStep(drafter, embedding, head, settings, always_run=always_run)
 
 
 def batch_blocks(batch: HiddenBatch, drafter: Drafter, settings: StepSettings) -> Blocks:

@@ -17,9 +17,9 @@ from draftmill.drafter.model import Drafter
 from draftmill.handoff.interface import BatchSource
 from draftmill.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors, save_checkpoint
 from draftmill.train.config import TrainConfig
-from draftmill.train.optim import apply_update, learning_rate, make_optimizer
+from draftmill.train.optim import Update, apply_update, learning_rate, make_optimizer
 from draftmill.train.parallel import Parallel
-from draftmill.train.step import StepSettings, micro_step
+from draftmill.train.step import StepSettings, make_step
 
 MAX_SKIPS_IN_A_ROW = 10
 
@@ -28,17 +28,35 @@ class DivergedError(RuntimeError):
     """Ten updates in a row had a non-finite gradient."""
 
 
+COUNTS = ("skipped", "skipped_in_a_row", "context_tokens", "pending_steps")
+
+
 @dataclass
 class Progress:
-    """Everything that moves, beside weights and optimizer. `step` counts finished optimizer steps, skipped ones too."""
+    """Everything that moves, beside weights and optimizer. `step` counts finished optimizer steps, skipped ones too.
 
+    What depends on a gradient stays on the device until it is logged or saved. counts: int64, by COUNTS. pending: sums
+    of the `pending_steps` updates since the last line of the log.
+    """
+
+    counts: Tensor
+    pending: Sums
     step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    context_tokens: int = 0
-    pending: Sums | None = None
-    pending_steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)
+
+    def count(self) -> dict[str, int]:
+        """Waits for the device."""
+        return dict(zip(COUNTS, self.counts.tolist(), strict=True))
+
+    def add(self, update: Update, sums: Sums, tokens: Tensor) -> None:
+        """Note an update: a skipped one adds nothing to the pending sums."""
+        bad = ~torch.isfinite(update.norm)  # without any anchor there is no update either, but the norm is 0
+        skipped, in_a_row, seen, steps = self.counts
+        in_a_row = torch.where(bad, in_a_row + 1, 0)
+        self.counts = torch.stack((skipped + bad, in_a_row, seen + tokens, steps + update.done))
+        parts = zip((self.pending.slots, self.pending.totals), (sums.slots, sums.totals), strict=True)
+        self.pending = Sums(*(torch.where(update.done, old + new, old) for old, new in parts))
+        self.step += 1
 
 
 class Trainer:
@@ -67,7 +85,7 @@ class Trainer:
     ) -> None:
         self.drafter, self.source, self.config = drafter, source, config
         self.settings, self.total_steps = settings, total_steps
-        self.embedding, self.head = embedding.to(settings.dtype), head.to(settings.dtype)
+        self.device = embedding.device
         self.folder, self.provenance = folder, provenance
         self.on_log, self.on_save = on_log, on_save
         self.parallel = parallel
@@ -75,28 +93,31 @@ class Trainer:
         assert rest == 0, "the ranks share a step's batches evenly"
         parallel.prepare(drafter)
         self.parameters = list(drafter.parameters())
+        self.step = make_step(drafter, embedding, head, settings, always_run=parallel.always_run)
         self.optimizer = make_optimizer(self.parameters, config)
-        self.progress = Progress(pending=self._no_sums())
+        self.progress = Progress(torch.zeros(len(COUNTS), dtype=torch.int64, device=self.device), self._no_sums())
+        self._in_a_row = torch.zeros((), dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on behind a checkpoint. The drafter's weights must have been loaded from it already."""
         load_optimizer(checkpoint, self.optimizer, self.parallel.part)
-        saved = dict(checkpoint.state["progress"])
-        device = self.embedding.device
+        saved = checkpoint.state["progress"]
         slots, totals = (
-            torch.tensor(saved.pop(key), dtype=torch.float64, device=device)
+            torch.tensor(saved[key], dtype=torch.float64, device=self.device)
             for key in ("pending_slots", "pending_totals")
         )
-        self.progress = Progress(**saved, pending=Sums(slots, totals))
+        counts = torch.tensor([saved[name] for name in COUNTS], device=self.device)
+        self.progress = Progress(counts, Sums(slots, totals), saved["step"], saved["last"])
+        self.step.updated()
 
     def run(self) -> bool:
         """Train to the end of the schedule: True. False when the source ended the run before. Saves in both cases."""
         saved_at = None
         while self.progress.step < self.total_steps:
-            sums = self._accumulate()
-            if sums is None:
+            summed = self._accumulate()
+            if summed is None:
                 break
-            self._update(sums)
+            self._update(*summed)
             if self.progress.step % self.config.save_every == 0:
                 self.save()
                 saved_at = self.progress.step
@@ -117,21 +138,18 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         p = self.progress
-        assert p.pending is not None
         saved = {
             "step": p.step,
-            "skipped": p.skipped,
-            "skipped_in_a_row": p.skipped_in_a_row,
-            "context_tokens": p.context_tokens,
-            "pending_steps": p.pending_steps,
+            **p.count(),
             "last": p.last,
             "pending_slots": p.pending.slots.tolist(),
             "pending_totals": p.pending.totals.tolist(),
         }
         return {"progress": saved, "total_steps": self.total_steps, **self.provenance}
 
-    def _accumulate(self) -> Sums | None:
-        """Gradients and sums of one optimizer step over all ranks, or None when the source ended the run in it."""
+    def _accumulate(self) -> tuple[Sums, Tensor] | None:
+        """Gradients, sums and context tokens of one optimizer step over all ranks, or None when the source ended the
+        run in it."""
         sums, tokens = self._no_sums(), 0
         rank, ranks = self.parallel.rank, self.parallel.ranks
         for number in range(self.micro_steps):
@@ -139,61 +157,49 @@ class Trainer:
             batch = self.source.take(index)
             if batch is None:
                 self.parallel.discard()
-                self.optimizer.zero_grad(set_to_none=True)
+                self.step.clear()
                 return None
             with self.parallel.micro_step(last=number == self.micro_steps - 1):
-                sums = sums + micro_step(
-                    self.drafter,
-                    batch,
-                    embedding=self.embedding,
-                    head=self.head,
-                    settings=self.settings,
-                    always_run=self.parallel.always_run,
-                )
+                sums = sums + self.step(batch)
             tokens += batch.tokens.tokens
             self.source.release(index)
-        sums, tokens = self.parallel.total(sums, tokens)
-        self.progress.context_tokens += tokens
-        return sums
+        return self.parallel.total(sums, torch.full((), tokens, dtype=torch.int64, device=self.device))
 
-    def _update(self, sums: Sums) -> None:
+    def _update(self, sums: Sums, tokens: Tensor) -> None:
         p, c = self.progress, self.config
         lr = learning_rate(p.step, self.total_steps, c.lr, c.warmup_ratio)
-        norm, done = apply_update(self.parameters, self.optimizer, weight=sums.totals[1], lr=lr, clip=c.clip)
-        bad = not math.isfinite(norm)  # without any anchor there is no update either, but the norm is 0
-        p.step += 1
-        p.skipped += bad
-        p.skipped_in_a_row = p.skipped_in_a_row + 1 if bad else 0
-        if done:
-            assert p.pending is not None
-            p.pending, p.pending_steps = p.pending + sums, p.pending_steps + 1
+        update = apply_update(self.parameters, self.optimizer, weight=sums.totals[1], lr=lr, clip=c.clip)
+        self.step.updated()
+        self.step.clear()
+        p.add(update, sums, tokens)
         if p.step % c.log_every == 0 or p.step == self.total_steps:
-            self._log(lr, norm)
-        if p.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            self._log(lr, float(update.norm))
+        self._check_divergence()
+
+    def _check_divergence(self) -> None:
+        """On a GPU the host looks at what has arrived so far, some steps ago, and does not wait."""
+        self._in_a_row.copy_(self.progress.counts[COUNTS.index("skipped_in_a_row")], non_blocking=True)
+        if int(self._in_a_row) >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
-                f"{MAX_SKIPS_IN_A_ROW} updates in a row had a non-finite gradient (up to step {p.step}); the weights "
-                "are those before them. Lower train.lr, or look for bad hidden states"
+                f"{MAX_SKIPS_IN_A_ROW} updates in a row had a non-finite gradient (up to step {self.progress.step}); "
+                "the weights are those before them. Lower train.lr, or look for bad hidden states"
             )
 
     def _log(self, lr: float, norm: float) -> None:
-        p = self.progress
-        assert p.pending is not None
+        p, counts = self.progress, self.progress.count()
+        values = summarise(p.pending)  # None for all where every update of the interval was skipped
         p.last = {
             "step": p.step,
             "lr": lr,
             "gradient_norm": norm if math.isfinite(norm) else None,
-            "skipped": p.skipped,
-            **self._averages(),
+            "skipped": counts["skipped"],
+            **(values if counts["pending_steps"] else dict.fromkeys(values)),
         }
         if self.parallel.rank == 0:
-            self.on_log({**p.last, "context_tokens": p.context_tokens, "averaged_steps": p.pending_steps})
-        p.pending, p.pending_steps = self._no_sums(), 0
-
-    def _averages(self) -> dict[str, Any]:
-        """Metrics of the interval; None where every update in it was skipped."""
-        assert self.progress.pending is not None
-        values = summarise(self.progress.pending)
-        return dict(values) if self.progress.pending_steps else dict.fromkeys(values)
+            averaged = counts["pending_steps"]
+            self.on_log({**p.last, "context_tokens": counts["context_tokens"], "averaged_steps": averaged})
+        p.pending = self._no_sums()
+        p.counts[COUNTS.index("pending_steps")] = 0
 
     def _no_sums(self) -> Sums:
-        return zero_sums(self.drafter.spec.block_size, self.embedding.device)
+        return zero_sums(self.drafter.spec.block_size, self.device)

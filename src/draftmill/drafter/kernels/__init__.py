@@ -1,0 +1,1 @@
+"""Triton kernels of the drafter's step, for CUDA. Each has a plain counterpart that tests compare it with."""

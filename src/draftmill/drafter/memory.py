@@ -1,0 +1,85 @@
+"""How much device memory the fused step takes, before anything is allocated.
+
+Legend: T context tokens, M draft tokens of a group (blocks · B), H hidden size, F intermediate size, V vocabulary,
+L layers, K taps. All sizes in bytes; activations in two bytes a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftmill.drafter.config import DrafterSpec
+
+TWO, FOUR = 2, 4
+MARGIN = 1.02  # what the allocator rounds up
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """weights: fp32 masters, their gradients, low-precision copies, Adam's two moments. matrices: the target's
+    embedding and head. context: what the context pass keeps. blocks: the most that a group of blocks needs."""
+
+    weights: int
+    matrices: int
+    features: int
+    context: int
+    blocks: int
+
+    @property
+    def total(self) -> int:
+        return int(MARGIN * (self.weights + self.matrices + self.features + self.context + self.blocks))
+
+    def describe(self) -> str:
+        parts = (("weights", self.weights), ("embedding and head", self.matrices), ("states", self.features),
+                 ("context", self.context), ("blocks", self.blocks))  # fmt: skip
+        return f"{self.total / 1e9:.1f} GB = " + " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+
+
+def parameters(spec: DrafterSpec) -> int:
+    h, q, kv = spec.hidden_size, _queries(spec), _keys(spec)
+    layer = h * (q + 2 * kv) + q * h + 3 * h * spec.intermediate_size + 2 * h + 2 * spec.head_dim
+    return spec.layers * layer + len(spec.taps) * h * h + 2 * h
+
+
+def estimate(
+    spec: DrafterSpec, *, context_rows: int, anchors: int, groups: int, chunk_rows: int, buffers: int, tied: bool
+) -> Memory:
+    """Of a step with the given T, N and number of groups. buffers: batches of features on the device at a time."""
+    rows = -(-anchors // groups) * spec.block_size
+    return Memory(
+        weights=parameters(spec) * (4 * FOUR + TWO),
+        matrices=(1 if tied else 2) * spec.vocab_size * spec.hidden_size * TWO,
+        features=buffers * context_rows * len(spec.taps) * spec.hidden_size * TWO,
+        context=_context(spec, context_rows),
+        blocks=_kept(spec, rows) + max(_loss(spec, rows, chunk_rows), _backward(spec, rows)),
+    )
+
+
+def _context(spec: DrafterSpec, rows: int) -> int:
+    """fc's output, its norm and the norm's gradient; in each layer keys and values before and after, and gradients."""
+    return rows * (4 * spec.hidden_size + spec.layers * 5 * _keys(spec)) * TWO
+
+
+def _kept(spec: DrafterSpec, rows: int) -> int:
+    """From forward to backward, all layers: the residual stream and its norm twice, projections, attention's output."""
+    layer = 4 * spec.hidden_size + 2 * _queries(spec) + 3 * _keys(spec) + 2 * spec.intermediate_size + _queries(spec)
+    return rows * (spec.layers * (layer * TWO + spec.num_attention_heads * FOUR) + 2 * spec.hidden_size * TWO)
+
+
+def _loss(spec: DrafterSpec, rows: int, chunk_rows: int) -> int:
+    """The gradient of all rows and a chunk's rows, logits and gradient."""
+    chunk = min(rows, chunk_rows)
+    return (rows * spec.hidden_size + chunk * (spec.vocab_size + 2 * spec.hidden_size)) * TWO
+
+
+def _backward(spec: DrafterSpec, rows: int) -> int:
+    """The last layer's MLP, where all that was kept is still there."""
+    return rows * (4 * spec.hidden_size + spec.intermediate_size) * TWO
+
+
+def _queries(spec: DrafterSpec) -> int:
+    return spec.num_attention_heads * spec.head_dim
+
+
+def _keys(spec: DrafterSpec) -> int:
+    return spec.num_key_value_heads * spec.head_dim
