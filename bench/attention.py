@@ -3,7 +3,7 @@
     python bench/attention.py [--shape 27b|smollm2] [--tokens 16384] [--seconds 2]
 
 Milliseconds of forward and of forward + backward, and TFLOP/s over the pairs that are really seen. Implementations: the
-Triton kernels that the step uses, and torch's flex_attention under the same tables.
+Triton kernels that the fused step uses, and the plain step's attention document by document.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections.abc import Callable
 import torch
 from drafter_step import SHAPES, make_batch
 
-from draftmill.drafter.attention import kinds
+from draftmill.drafter.attention import by_document, kinds
 from draftmill.drafter.config import DrafterSpec
-from draftmill.drafter.flex import flex
 from draftmill.drafter.kernels.attention import block_attention, ranges
 from draftmill.drafter.model import Drafter
 from draftmill.train.step import StepSettings, batch_blocks
@@ -65,7 +64,7 @@ def main() -> None:
     blocks = batch_blocks(batch, drafter, settings).to("cuda")
     documents, positions = (x.cuda() for x in (batch.tokens.document_ids, batch.tokens.position_ids))
     q, kc, vc, kd, vd = inputs(spec, tokens, blocks.tokens.numel())
-    by_flex = flex(spec, blocks, documents, positions)
+    by_documents = by_document(spec, blocks, documents, positions)
     starts = blocks.anchors - blocks.position_ids[:, 0]
     for layer, (window, causal) in enumerate(kinds(spec)):
         if (window, causal) in kinds(spec)[:layer]:
@@ -78,7 +77,7 @@ def main() -> None:
         gradient = torch.randn_like(q)
         ways: dict[str, Call] = {
             "triton": lambda s=seen: block_attention(q, kc, vc, kd, vd, s),
-            "flex": lambda n=layer: by_flex(n, q, torch.cat((kc, kd)), torch.cat((vc, vd))),
+            "plain": lambda n=layer: by_documents(n, q, torch.cat((kc, kd)), torch.cat((vc, vd))),
         }
         for name, way in ways.items():
             forward = timed(way, arguments.seconds)

@@ -96,12 +96,15 @@ def timed(step: Callable[[int], None], seconds: float) -> float:
     """Seconds a call, over at least `seconds` of them, without waiting in between."""
     step(0)
     torch.cuda.synchronize()
+    behind: list[torch.cuda.Event] = []
     started, calls = time.perf_counter(), 0
     while calls < 3 or time.perf_counter() - started < seconds:
         step(calls)
         calls += 1
-        if calls % 4 == 0:
-            torch.cuda.synchronize()  # the host must not run ahead without end
+        behind.append(torch.cuda.Event())
+        behind[-1].record()
+        if len(behind) > 3:
+            behind.pop(0).synchronize()  # the host must not run ahead without end
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / calls
 
@@ -188,7 +191,7 @@ class Bench:
         )
 
 
-def profile(call: Callable[[int], None], calls: int = 3) -> None:
+def profile(call: Callable[[int], None], calls: int = 10) -> None:
     """Kernel time by name, and how much of the time the GPU was busy."""
     from torch.profiler import ProfilerActivity
 

@@ -139,7 +139,7 @@ def run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=257,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, eos_token_id=257,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "target")
     answers = [f"{n} is it. " * (n % 9 + 2) for n in range(80)]
@@ -192,6 +192,7 @@ def test_a_split_run_trains_what_an_inline_run_trains(run_files: Path, inline_lo
         start(run_files, queue, "devices.targets=0", "devices.drafters=0", f"handoff.queue={queue}")
     )  # fmt: skip
     assert "blocks agree" in error
+    assert "step: fused, one CUDA graph" in error
     assert losses(run_files / queue) == pytest.approx(inline_losses, rel=0.02)
     assert read_ledger(run_files / queue / "ledger.jsonl") == dict.fromkeys(range(60), 1)
 

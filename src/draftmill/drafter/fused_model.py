@@ -94,18 +94,21 @@ def block_pass(
     position_ids: Tensor,
     ranges: list[Ranges],
 ) -> Tensor:
-    """embeddings [M, H] of draft tokens at positions [M], who sees whom in each layer → final hidden states [M, H].
+    """embeddings [n + 1, H] of the blocks' first tokens and of MASK, positions [M = n·B] of all draft tokens, who sees
+    whom in each layer → final hidden states [M, H].
 
-    Its backward pass adds to the weights' gradients and to those of the context's keys and values.
+    Its backward pass adds to the weights' gradients and to those of the context's keys and values. Most draft tokens
+    are MASK, so the first layer's norm and projections, which do not know positions yet, meet each distinct row once.
     """
     spec = drafter.spec
     by = half_rotation(position_ids, spec.head_dim, spec.rope_theta)
     layers = [layer.layer for layer in weights.layers]
-    x, normed = embeddings, rms_norm(embeddings, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
+    normed = rms_norm(embeddings, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
+    x = spread(embeddings, spec.block_size)
     for number, own in enumerate(weights.layers):
         attention = layers[number].self_attn
         queries, keys, values = _QueriesKeysValues.apply(  # type: ignore[no-untyped-call]
-            normed, attention.q_norm.weight, attention.k_norm.weight, own, by, spec.head_dim
+            normed, attention.q_norm.weight, attention.k_norm.weight, own, by, None if number else spec.block_size
         )
         seen = block_attention(queries, context.keys[number], context.values[number], keys, values, ranges[number])
         delta = _Product.apply(seen.flatten(1), own.out)  # type: ignore[no-untyped-call]
@@ -115,6 +118,12 @@ def block_pass(
         norm = layers[number + 1].input_layernorm if number + 1 < len(layers) else drafter.norm
         x, normed = add_rms_norm(x, delta, norm.weight, norm.eps)
     return normed
+
+
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """[n + 1, …], the first of each block and the one of all others → [n·B, …]."""
+    first, other = rows[:-1, None], rows[-1].expand(rows.shape[0] - 1, block_size - 1, *rows.shape[1:])
+    return torch.cat((first, other), dim=1).flatten(0, 1)
 
 
 class _Product(torch.autograd.Function):
@@ -135,13 +144,25 @@ class _Product(torch.autograd.Function):
 
 
 class _QueriesKeysValues(torch.autograd.Function):
-    """rows [M, H] → queries [M, Hq, D], keys and values [M, Hkv, D]: one product, norms, rotation."""
+    """rows [M, H] → queries [M, Hq, D], keys and values [M, Hkv, D]: one product, norms, rotation.
+
+    block_size: rows are [n + 1, H], to be spread after the product.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, q_norm: Tensor, k_norm: Tensor, own: LayerWeights, by: Rotation, head_dim: int
+        ctx: Any,
+        rows: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        own: LayerWeights,
+        by: Rotation,
+        block_size: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = own.qkv.product(rows).unflatten(-1, (-1, head_dim))
+        heads = own.qkv.product(rows).unflatten(-1, (-1, q_norm.shape[0]))
+        ctx.block_size = block_size
+        if block_size is not None:
+            heads = spread(heads, block_size)
         query, key, value = _split(heads, own)
         attention = own.layer.self_attn
         ctx.own, ctx.by = own, by
@@ -163,8 +184,17 @@ class _QueriesKeysValues(torch.autograd.Function):
         _, dk = norm_rotate_backward(gradients[1], key, k_norm, attention.k_norm.eps, cos, sin, out=to_key)
         to_value.copy_(gradients[2])
         flat = gradient.flatten(1)
+        if ctx.block_size is not None:
+            flat = _gathered(flat, ctx.block_size)
         own.qkv.add_gradient(flat, rows)
         return own.qkv.input_gradient(flat), dq.to(q_norm.dtype), dk.to(k_norm.dtype), None, None, None
+
+
+def _gathered(gradient: Tensor, block_size: int) -> Tensor:
+    """Of what `spread` made, back to [n + 1, …]: the one row of all others gets the sum, added up in fp32."""
+    blocks = gradient.unflatten(0, (-1, block_size))
+    other = blocks[:, 1:].sum((0, 1), dtype=torch.float32).to(gradient.dtype)
+    return torch.cat((blocks[:, 0], other[None]))
 
 
 class _MLP(torch.autograd.Function):

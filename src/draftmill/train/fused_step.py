@@ -176,8 +176,8 @@ class FusedStep:
         """Forward and backward of some of the blocks → nll and rank [n, B]."""
         spec = self._drafter.spec
         slots = torch.arange(spec.block_size, device=inputs.anchors.device)
-        first = inputs.first_tokens[part].long()[:, None]
-        tokens = torch.where(slots == 0, first, spec.mask_token_id).flatten()
+        mask = torch.full_like(inputs.first_tokens[:1], spec.mask_token_id)
+        tokens = torch.cat((inputs.first_tokens[part], mask))
         positions = (inputs.first_positions[part][:, None] + slots).flatten()
         seen = layer_ranges(spec, inputs.anchors[part], inputs.starts[part], rows)
         hidden = block_pass(self._drafter, self.weights, context, self._embedding[tokens], positions, seen)

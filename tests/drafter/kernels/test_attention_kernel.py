@@ -242,6 +242,18 @@ def test_ranges_are_the_mask(window: int | None, causal: bool, number: int) -> N
             assert whole == max(full_stop[a] - full[b], 0)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+def test_nothing_waits_for_the_device() -> None:
+    shape, generator = Shape(dtype=HALF, window=20), torch.Generator().manual_seed(0)
+    batch, inputs = make_batch(shape, generator), make_inputs(shape, generator)
+    run_kernels(inputs, make_ranges(shape, batch))  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_kernels(inputs, make_ranges(shape, batch))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_what_is_refused() -> None:
     shape = Shape()
     generator = torch.Generator().manual_seed(0)
