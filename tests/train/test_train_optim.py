@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from train_tiny import SETTINGS, gradients, hidden_batch, make_drafter, matrix, same, weights
 
 from draftmill.train.config import TrainConfig
-from draftmill.train.optim import apply_update, learning_rate, make_optimizer
+from draftmill.train.optim import MuonAndAdamW, apply_update, learning_rate, make_optimizer
 from draftmill.train.step import micro_step
 
 
@@ -207,3 +207,37 @@ def test_masters_stay_float32_and_gather_updates_below_bf16_resolution() -> None
     assert all(value.dtype == torch.float32 for state in optimizer.state.values() for value in state.values())
     moved = (weight - start).abs()[start.abs() > 0.05]
     assert moved.median() > 5e-6, "updates of 1e-6 must add up"
+
+
+def test_muon_takes_the_matrices_and_adamw_the_norms() -> None:
+    drafter = make_drafter()
+    named = dict(drafter.named_parameters())
+    optimizer = make_optimizer(named.values(), TrainConfig(optimizer="muon", weight_decay=0.1))
+    assert isinstance(optimizer, MuonAndAdamW)
+    before = weights(drafter)
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    assert apply_update(list(named.values()), optimizer, weight=torch.tensor(1.0), lr=0.01, clip=1.0).done
+    for name, parameter in named.items():
+        moved = (parameter - before[name]).pow(2).mean().sqrt()
+        kinds = set(optimizer.state[parameter])
+        if parameter.ndim == 1:
+            assert kinds == {"step", "exp_avg", "exp_avg_sq"}
+            assert torch.allclose((parameter - before[name]).abs(), torch.tensor(0.01), rtol=1e-3), name
+        else:
+            assert kinds == {"momentum_buffer"}
+            # an orthogonal matrix scaled to the size of AdamW's updates: 0.2 a number (arXiv 2502.16982)
+            assert 0.1 * 0.01 < moved < 0.4 * 0.01, name
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+
+
+def test_a_bad_gradient_changes_nothing_under_muon() -> None:
+    drafter = make_drafter()
+    parameters = list(drafter.parameters())
+    optimizer = make_optimizer(parameters, TrainConfig(optimizer="muon"))
+    before = weights(drafter)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    assert not apply_update(parameters, optimizer, weight=torch.tensor(1.0), lr=0.01, clip=1.0).done
+    assert same(before, weights(drafter))
+    assert not optimizer.state

@@ -104,6 +104,25 @@ def test_a_stop_in_the_middle_of_accumulation_leaves_the_last_finished_step(
     assert resumed.progress.count()["context_tokens"] == finished.progress.count()["context_tokens"]
 
 
+def test_muon_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"optimizer": "muon"})
+    finished = make_trainer(tmp_path / "finished", FakeSource(), 4, config=config)
+    assert finished.run()
+    stopped = make_trainer(
+        tmp_path / "stopped", FakeSource(), 4, config=config, should_stop=lambda: stopped.progress.step == 2
+    )
+    assert not stopped.run()
+    checkpoint, _ = find_latest(tmp_path / "stopped")
+    assert checkpoint is not None
+    resumed = make_trainer(
+        tmp_path / "stopped", FakeSource(), 4, config=config, drafter=load_drafter(checkpoint)
+    )  # fmt: skip
+    resumed.resume(checkpoint)
+    assert resumed.run()
+    assert same(weights(resumed.drafter), weights(finished.drafter))
+    assert same(optimizer_tensors(resumed.optimizer), optimizer_tensors(finished.optimizer))
+
+
 def test_resuming_between_two_log_lines_gives_the_same_lines(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"log_every": 4})
     whole: list[dict[str, Any]] = []

@@ -1,0 +1,113 @@
+"""The memory estimate against a count of its own, and the matrices of a fused step against the drafter's parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
+from draftmill.drafter.memory import estimate, parameters
+from draftmill.drafter.model import Drafter, initialise
+from draftmill.drafter.weights import ComputeWeights, add_product
+
+SPEC = DrafterSpec(
+    hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-6,
+    rope_theta=10000.0, block_size=4, mask_token_id=99, taps=(0, 2, 3), layer_types=(SLIDING, FULL),
+    layer_causal=(True, False), sliding_window=9, vocab_size=101, num_target_layers=4, max_position_embeddings=128,
+)  # fmt: skip
+SIZES = {"context_rows": 4096, "anchors": 512, "groups": 1, "chunk_rows": 256, "buffers": 1, "tied": False}
+
+
+def test_parameters_are_those_of_the_network() -> None:
+    for spec in (SPEC, replace(SPEC, layer_types=(FULL,) * 5, layer_causal=(False,) * 5, taps=(1,))):
+        assert parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
+
+
+def test_weights_of_the_27b_shape() -> None:
+    spec = replace(
+        SPEC, hidden_size=5120, intermediate_size=17408, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        taps=(1, 16, 31, 46, 61), layer_types=(FULL,) * 5, layer_causal=(False,) * 5, vocab_size=248320, block_size=16,
+    )  # fmt: skip
+    memory = estimate(spec, **SIZES)
+    assert memory.weights == pytest.approx(18 * 1.73e9, rel=1e-3)
+    assert memory.matrices == 2 * 2 * 248320 * 5120
+    assert memory.features == 4096 * 5 * 5120 * 2
+    # 8,192 draft tokens, in bf16: gate and up of five layers alone
+    assert memory.blocks > 8192 * 2 * 17408 * 5 * 2
+    assert "weights 31.1" in memory.describe()
+
+
+def test_groups_divide_what_belongs_to_blocks_and_nothing_else() -> None:
+    one, four = estimate(SPEC, **SIZES), estimate(SPEC, **{**SIZES, "groups": 4})
+    assert (one.weights, one.matrices, one.features, one.context) == (
+        four.weights, four.matrices, four.features, four.context
+    )  # fmt: skip
+    assert 0.2 < four.blocks / one.blocks < 0.4
+    assert four.total < one.total
+
+
+def test_a_tied_head_counts_once() -> None:
+    assert 2 * estimate(SPEC, **{**SIZES, "tied": True}).matrices == estimate(SPEC, **SIZES).matrices
+
+
+def make(seed: int = 0) -> tuple[Drafter, ComputeWeights]:
+    drafter = Drafter(SPEC)
+    initialise(drafter, seed, std=0.3)
+    return drafter, ComputeWeights(drafter, torch.bfloat16)
+
+
+def test_matrices_of_the_same_rows_lie_side_by_side() -> None:
+    drafter, weights = make()
+    for number, layer in enumerate(weights.layers):
+        attention, mlp = drafter.layers[number].self_attn, drafter.layers[number].mlp
+        joined = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        assert torch.equal(layer.qkv.value, joined.bfloat16())
+        assert torch.equal(layer.gate_up.value, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).bfloat16())
+        assert torch.equal(layer.out.value, attention.o_proj.weight.bfloat16())
+        assert torch.equal(layer.down.value, mlp.down_proj.weight.bfloat16())
+    assert torch.equal(weights.fc.value, drafter.fc.weight.bfloat16())
+
+
+def test_every_parameter_has_a_gradient_and_those_of_matrices_grow_where_products_write() -> None:
+    drafter, weights = make()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
+    grad, rows = torch.randn(7, weights.layers[0].qkv.value.shape[0]), torch.randn(7, 48)
+    weights.layers[0].qkv.outputs(60).add_gradient(grad[:, 60:].bfloat16(), rows.bfloat16())
+    attention = drafter.layers[0].self_attn
+    wanted = grad.bfloat16().float().T @ rows.bfloat16().float()
+    assert not attention.q_proj.weight.grad.any()
+    assert torch.allclose(attention.k_proj.weight.grad, wanted[60:80], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(attention.v_proj.weight.grad, wanted[80:], rtol=1e-5, atol=1e-5)
+    weights.clear_gradients()
+    assert all(not p.grad.any() for p in drafter.parameters())
+
+
+def test_copies_follow_their_masters_when_told() -> None:
+    drafter, weights = make()
+    drafter.layers[1].mlp.up_proj.weight.data.add_(1.0)
+    weights.refresh()
+    assert torch.equal(weights.layers[1].gate_up.value[80:], drafter.layers[1].mlp.up_proj.weight.bfloat16())
+
+
+def test_kept_gradients_come_back() -> None:
+    drafter, weights = make()
+    for parameter in drafter.parameters():
+        parameter.grad.normal_()
+    before = [p.grad.clone() for p in drafter.parameters()]
+    kept = weights.keep_gradients()
+    weights.clear_gradients()
+    weights.restore_gradients(kept)
+    assert all(torch.equal(p.grad, old) for p, old in zip(drafter.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_add_up_in_float32(dtype: torch.dtype) -> None:
+    into = torch.full((5, 6), 1000.0)
+    left, right = torch.full((5, 3), 0.01, dtype=dtype), torch.full((3, 6), 0.01, dtype=dtype)
+    for _ in range(10):
+        add_product(into, left, right)
+    exact = 1000.0 + 10 * 3 * float(left[0, 0]) * float(right[0, 0])
+    assert torch.allclose(into, torch.full((5, 6), exact), rtol=0, atol=2e-3)
+    assert into[0, 0] > 1000.0, "in bfloat16 this would be lost"
