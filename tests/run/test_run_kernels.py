@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from draftmill.config import RunConfig
 from draftmill.drafter.config import FULL, DrafterSpec
 from draftmill.errors import UserError
-from draftmill.run.build import check_kernels
+from draftmill.run.build import check_kernels, identity
 from draftmill.run.job import plain_because, step_settings
 from draftmill.run.placement import Placement
+from draftmill.run.resume import check_same_run
 
 SPEC = DrafterSpec(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -75,3 +77,12 @@ def test_without_triton_the_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) 
 def test_muon_and_fsdp_exclude_each_other() -> None:
     with pytest.raises(ValueError, match=r"muon needs whole matrices"):
         config({"optimizer": "muon"}, parallel="fsdp")
+
+
+def test_a_run_keeps_its_optimizer() -> None:
+    """Its moments are of no use to another: resuming with one is refused."""
+    built: Any = SimpleNamespace(prepared=SimpleNamespace(info=SimpleNamespace(fingerprint="f", template_kwargs={})))
+    checkpoint: Any = SimpleNamespace(path="p", state={"spec": SPEC.to_dict(), **identity(config(), built)})
+    muon = identity(config({"optimizer": "muon"}), built)
+    with pytest.raises(UserError, match=r"cannot resume p: optimizer was adamw, is muon"):
+        check_same_run(checkpoint, SPEC, muon)

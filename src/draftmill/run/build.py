@@ -100,6 +100,7 @@ def identity(config: RunConfig, built: Built) -> dict[str, Any]:
         "token_budget": config.data.token_budget,
         "anchors": config.anchors,
         "accumulation": config.train.accumulation,
+        "optimizer": config.train.optimizer,
     }
 
 
