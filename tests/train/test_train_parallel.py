@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_ranks import RUNS, SECOND, SPLITS, Ranks, Record, gradient, run_trainer, spawn, the_drafter
-from train_tiny import CONFIG, FakeSource, make_trainer, same, weights
+from train_tiny import CONFIG, FakeSource, make_drafter, make_trainer, same, weights
 
 from draftmill.train.checkpoint import find_latest
-from draftmill.train.parallel import Alone, total_over_ranks
+from draftmill.train.parallel import Alone, DataParallel, total_over_ranks
 
 EMPTY = ["never", "alternate", "tail", "none"]
 DATA = [
@@ -366,6 +367,33 @@ class DeviceTraffic(TorchDispatchMode):
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         self.uploads += func is torch.ops.aten.lift_fresh.default  # what torch.tensor([…]) is made by
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("by_autograd", [True, False])
+def test_sums_wait_for_the_end_where_autograd_does_not_say_what_is_complete(
+    by_autograd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused step adds to the norms' gradients in several backward passes and to the matrices' without autograd."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    begun: list[float] = []
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda flat, async_op: begun.append(float(flat.abs().max())) or SimpleNamespace(wait=int)
+    )
+    parallel, drafter = DataParallel(bucket_bytes=1), make_drafter()
+    parallel.prepare(drafter, by_autograd=by_autograd)
+    during = []
+    with parallel.micro_step(last=True):
+        for _ in range(2):  # two groups of blocks
+            sum(p.sum() for p in drafter.parameters() if p.ndim == 1).backward()
+            during.append(len(begun))
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.grad = torch.ones_like(parameter)
+    assert (during[-1] > 0) == by_autograd
+    assert len(begun) == len(list(drafter.parameters()))
+    if not by_autograd:
+        assert sorted(set(begun)) == [1.0, 2.0], "each sum begins with what both groups gave"
 
 
 def test_an_update_of_several_ranks_never_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def document_batch(number: int) -> HiddenBatch:
 def gradient(parallel: Parallel, documents: tuple[int, ...]) -> Record:
     """The gradient of all ranks together, one micro-step per document of this rank."""
     drafter = the_drafter()
-    parallel.prepare(drafter)
+    parallel.prepare(drafter, by_autograd=True)
     sums = zero_sums(drafter.spec.block_size)
     for place, number in enumerate(documents):
         with parallel.micro_step(last=place == len(documents) - 1):
@@ -223,7 +223,7 @@ def check_sharded_sums(kind: str) -> Record:
     """How many parameters have a summed gradient behind each micro-step of a step."""
     assert kind == "fsdp"
     drafter, parallel = the_drafter(), FullySharded()
-    parallel.prepare(drafter)
+    parallel.prepare(drafter, by_autograd=True)
     counts = []
     for last in (False, False, True):
         with parallel.micro_step(last=last):

@@ -94,6 +94,7 @@ class DrafterWorker:
             may_take=gate,
             on_release=lambda index: self.link.send(Released(index)),
         )
+        self.link.phase("compiling")
         trainer = self._trainer(drafter, source, parallel, states.embedding, states.head, states.fingerprint)
         self._train(trainer, lambda: None)
         if job.rank == 0 and config.decode_check_prompts and (gate.stop is None or gate.stop.check):

@@ -139,7 +139,7 @@ def _drafter_seconds(
     try:
         step = drafter_step(config, spec, device, embedding, head)
         return _seconds([lambda b=batch: step(b) for batch in batches], device)  # type: ignore[misc]
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         return None
 
 

@@ -28,6 +28,7 @@ from draftmill.records import HiddenBatch
 from draftmill.train.step import StepSettings, batch_blocks
 
 GRAPH_HIDDEN_SIZE = 2048  # up to this the launches of a step take longer than its arithmetic
+HEADROOM = 0.9  # of the free memory: an inline rank's target needs some for its own forward pass
 CHUNK_ROWS = 4096  # of the logits: whole waves of tiles in both products, 2 GB at a vocabulary of 248,320
 
 
@@ -143,7 +144,7 @@ class FusedStep:
         if not self._head.is_cuda:
             return 1
         here = sum(p.nbytes for p in self._drafter.parameters()) + self._memory(1).matrices
-        available = torch.cuda.mem_get_info(self._head.device)[0] + here
+        available = HEADROOM * (torch.cuda.mem_get_info(self._head.device)[0] + here)
         for groups in doubling(self._settings.anchors):
             if self._memory(groups).total <= available:
                 return groups

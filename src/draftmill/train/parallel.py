@@ -28,8 +28,9 @@ class Parallel(Protocol):
     ranks: int
     always_run: bool
 
-    def prepare(self, drafter: Drafter) -> None:
-        """Before the optimizer is made and before the first step."""
+    def prepare(self, drafter: Drafter, *, by_autograd: bool) -> None:
+        """Before the optimizer is made and before the first step. by_autograd: each micro-step is a single backward
+        pass of autograd, at whose hooks a parameter's gradient is complete; if not, it is so at the end only."""
 
     def micro_step(self, *, last: bool) -> Any:
         """Context of a micro-step's forward and backward. Behind the last one of a step, .grad holds the sum of all."""
@@ -52,7 +53,7 @@ class Alone:
 
     rank, ranks, always_run = 0, 1, False
 
-    def prepare(self, drafter: Drafter) -> None:
+    def prepare(self, drafter: Drafter, *, by_autograd: bool) -> None:
         pass
 
     @contextmanager
@@ -103,7 +104,8 @@ class _Bucket:
 
 
 class DataParallel:
-    """Every rank holds the whole drafter. Gradients are reduced while the last micro-step's backward still runs.
+    """Every rank holds the whole drafter. Gradients are reduced while the last micro-step's backward still runs, if
+    autograd says when they are complete.
 
     All ranks begin the same sums in the same order, whatever their own backward does: a bucket goes when it and all
     before it are complete, and what is left goes when the backward is over.
@@ -118,7 +120,7 @@ class DataParallel:
         self._launched = 0
         self._armed = False
 
-    def prepare(self, drafter: Drafter) -> None:
+    def prepare(self, drafter: Drafter, *, by_autograd: bool) -> None:
         size = self._bucket_bytes + 1
         for parameter in reversed(list(drafter.parameters())):  # about the order in which gradients become complete
             if size + parameter.nbytes > self._bucket_bytes:
@@ -127,7 +129,8 @@ class DataParallel:
             bucket = self._buckets[-1]
             bucket.parameters.append(parameter)
             size += parameter.nbytes
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            if by_autograd:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -176,7 +179,8 @@ class FullySharded:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._pending = False  # whether gradients wait for the last micro-step
 
-    def prepare(self, drafter: Drafter) -> None:
+    def prepare(self, drafter: Drafter, *, by_autograd: bool) -> None:
+        assert by_autograd, "sharded weights need autograd to put them together"
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 

@@ -91,7 +91,7 @@ class Trainer:
         self.parallel = parallel
         self.micro_steps, rest = divmod(config.accumulation, parallel.ranks)
         assert rest == 0, "the ranks share a step's batches evenly"
-        parallel.prepare(drafter)
+        parallel.prepare(drafter, by_autograd=settings.fused_rows is None)
         self.parameters = list(drafter.parameters())
         self.step = make_step(drafter, embedding, head, settings, always_run=parallel.always_run)
         self.optimizer = make_optimizer(self.parameters, config)
