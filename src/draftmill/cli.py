@@ -119,6 +119,21 @@ def regenerate(
 
 
 @app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="Run config, YAML. Left out: only this machine.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts: a list of findings.")] = False,
+) -> None:
+    """What is well and what is not, before anything is spent: this machine and, given a config, all of a run.
+
+    Changes nothing and loads no weights. Exit code 2 if there is an error; warnings do not count.
+    """
+    from draftmill.run.doctor import doctor as run
+
+    raise typer.Exit(run(config, overrides or [], as_json=as_json))
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="Run config, YAML.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="E.g. train.lr=3e-4")] = None,
@@ -215,6 +230,9 @@ def export(
 def status(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    wait: Annotated[
+        str | None, typer.Option("--wait", metavar="PHASE", help="First wait until the run is in this phase, or ends.")
+    ] = None,
 ) -> None:
     """Where a run is: phase, step, loss, τ, speed, time left. Works on live, finished and dead runs, from files alone.
 
@@ -223,19 +241,26 @@ def status(
     import time
 
     from rich.console import Console
-    from rich.table import Table
 
-    from draftmill.run.status import describe, read_status
+    from draftmill.run.status import EXIT_CODES, read_status, table, wait_for_phase
 
-    values = read_status(run)
+    values = read_status(run) if wait is None else wait_for_phase(run, wait)
     if as_json:
         print(json.dumps(values))
     else:
-        table = Table(show_header=False, box=None)
-        for name, text in describe(values, time.time()):
-            table.add_row(name, text)
-        Console().print(table)
-    raise typer.Exit({"running": 0, "finished": 0, "stopped": 3}.get(values["state"], 4))
+        Console().print(table(values, time.time()))
+    raise typer.Exit(EXIT_CODES[values["state"]])
+
+
+@app.command()
+def watch(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """The status of a run, live, with its curves. Ctrl-C leaves the run alone.
+
+    Ends when the run ends, with the exit code of `status`.
+    """
+    from draftmill.run.watch import watch as live
+
+    raise typer.Exit(live(run))
 
 
 def main() -> None:

@@ -76,6 +76,14 @@ def test_a_killed_target_and_then_a_killed_drafter_change_nothing(mill: Mill, un
     assert run.end() == 0, run.said
     assert_same(run, undisturbed)
     assert run.status()["restarts"] == 2
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    phases = [event["text"] for event in events if event["kind"] == "phase" and event.get("worker") == "target-0"]
+    assert phases[:2] == ["starting", "loading"]
+    assert phases.count("working") == 2, "it was started anew"
+    told = [event["text"] for event in events if event["kind"] in ("warning", "rewound")]
+    assert any("target-0 ended (killed by SIGKILL" in text for text in told)
+    assert any(re.match(r"back to the checkpoint of step (10|15|20)$", text) for text in told)
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"][-1] == STEPS
 
 
 def test_a_killed_and_a_silent_target_and_a_killed_rank_change_nothing(mill: Mill, undisturbed: Run) -> None:

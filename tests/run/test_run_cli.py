@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from draftmill.run import regenerate
 from draftmill.target.generate import Answer
 
-COMMANDS = ["prepare", "regenerate", "train", "evaluate", "export", "status"]
+COMMANDS = ["prepare", "regenerate", "doctor", "train", "evaluate", "export", "status", "watch"]
 
 
 def draftmill(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -54,6 +54,17 @@ def test_a_run_leaves_a_complete_record(cli: Cli) -> None:
     status = cli.run("status", str(run), "--json")
     assert status.returncode == 0
     assert json.loads(status.stdout)["state"] == "finished"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    phases = [event["text"] for event in events if event["kind"] == "phase"]
+    assert phases == ["loading", "compiling", "training", "checking", "finished"]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [5, 10, 15, 20, 24]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    watched = cli.run("watch", str(run))
+    assert watched.returncode == 0, watched.stderr
+    assert "finished" in watched.stdout
+    assert "▁" in watched.stdout
+    waited = cli.run("status", str(run), "--json", "--wait", "training")
+    assert json.loads(waited.stdout)["phase"] == "finished", "a run that has ended is not waited for"
     lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert len(lines) == 4
     assert "estimating" in lines[0]

@@ -7,7 +7,8 @@ from contextlib import closing
 import torch
 
 from draftmill.handoff.memory import MemoryRing
-from draftmill.run.build import identity, say
+from draftmill.run.build import identity
+from draftmill.run.console import say
 from draftmill.run.job import check_by_decoding, starting_drafter, step_settings
 from draftmill.run.ledger import Ledger
 from draftmill.run.session import Outcome, Session, in_plain_words
@@ -29,6 +30,11 @@ def run_alone(session: Session) -> Outcome:
     session.status.phase("compiling")
     ledger = Ledger(session.folder.ledger, session.start_step * config.train.accumulation)
     telemetry = session.telemetry(session.start_step)
+
+    def saved(seconds: float) -> None:
+        telemetry.saved(seconds)
+        session.saved(trainer.progress.step, seconds)
+
     with session.stop.on_signals(), closing(ledger), closing(telemetry), in_plain_words(session.folder):
         trainer = Trainer(
             drafter,
@@ -41,7 +47,7 @@ def run_alone(session: Session) -> Outcome:
             head=states.head,
             folder=session.folder.checkpoints,
             on_log=telemetry.log,
-            on_save=telemetry.saved,
+            on_save=saved,
             provenance={
                 **identity(config, built),
                 "target": config.target.model,

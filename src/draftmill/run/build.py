@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftmill.data.tokenizer import load_tokenizer
 from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
+from draftmill.run.console import say
 from draftmill.run.job import plain_because
 from draftmill.run.placement import Placement, default_slots, settle
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
@@ -135,8 +135,3 @@ def choose_device(wanted: str) -> str:
     if wanted == "cuda" and not available:
         raise UserError("device: cuda, but torch sees no CUDA device; use device=cpu or install a CUDA build of torch")
     return "cuda" if available and wanted != "cpu" else "cpu"
-
-
-def say(text: str) -> None:
-    """One plain line on stderr: what is going on now."""
-    print(text, file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ class RunFolder:
         self.status = root / "status.json"
         self.ledger = root / "ledger.jsonl"
         self.metrics = root / "metrics.jsonl"
+        self.events = root / "events.jsonl"
         self.tensorboard = root / "tensorboard"
         self.checkpoints = root / "checkpoints"
         self.evaluation = root / "evaluation.json"

@@ -11,11 +11,12 @@ from draftmill.run.messages import Checked, TargetFacts
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the supervisor tells the run. log: rank 0's values of an interval and the waits in it. target_loaded: may
+    """What the supervisor tells the run. log: rank 0's values of an interval and the waits in it. saved: a step's
+    checkpoint, and the seconds it took. target_loaded: may
     raise, for another target than before. rewound: to a step, after the drafters were lost. changed: who does what."""
 
     log: Callable[[dict[str, Any]], None]
-    saved: Callable[[float], None]
+    saved: Callable[[int, float], None]
     target_loaded: Callable[[TargetFacts, str], None]
     rewound: Callable[[int], None]
     changed: Callable[[dict[str, Any]], None]

@@ -10,7 +10,7 @@ from draftmill.errors import UserError
 from draftmill.handoff.device import reachable
 from draftmill.handoff.matrices import SharedMatrices
 from draftmill.handoff.shared import RingShape, SharedRing, check_room
-from draftmill.run.build import identity, say
+from draftmill.run.build import identity
 from draftmill.run.coordinator import Coordinator
 from draftmill.run.drafter_worker import DrafterJob
 from draftmill.run.drafters import DrafterGroup
@@ -37,7 +37,7 @@ def run_pipeline(session: Session) -> Outcome:
         with session.stop.on_signals(), in_plain_words(session.folder):
             ended = Supervisor(
                 targets=_targets(session, ring, matrices),
-                drafters=DrafterGroup(_drafter_jobs(session, ring, matrices), say),
+                drafters=DrafterGroup(_drafter_jobs(session, ring, matrices), session.events.say),
                 coordinator=_coordinator(session),
                 ledger=Ledger(session.folder.ledger, session.start_step * steps),
                 batches_per_step=steps,
@@ -64,13 +64,13 @@ class _Scene:
     def hooks(self) -> Hooks:
         return Hooks(
             log=self._log,
-            saved=lambda seconds: self.telemetry.saved(seconds) if self.telemetry else None,
+            saved=self._saved,
             target_loaded=self._target_loaded,
             rewound=self._rewound,
             changed=lambda state: self.session.status.update(**state),
             checked=self._checked,
             began=self._began,
-            say=say,
+            say=self.session.events.say,
         )
 
     def close(self) -> None:
@@ -91,6 +91,11 @@ class _Scene:
         if self.telemetry is not None:
             self.telemetry.log(values)
 
+    def _saved(self, step: int, seconds: float) -> None:
+        self.session.saved(step, seconds)
+        if self.telemetry is not None:
+            self.telemetry.saved(seconds)
+
     def _target_loaded(self, facts: TargetFacts, name: str) -> None:
         self.session.check_target(facts.fingerprint)
         if self._fingerprint not in (None, facts.fingerprint):
@@ -101,13 +106,16 @@ class _Scene:
         self._fingerprint = facts.fingerprint
 
     def _rewound(self, step: int) -> None:
+        self.session.events.add("rewound", f"back to the checkpoint of step {step}", step=step)
         self.close()
         self.session.folder.cut_metrics(step)
         self._open(step)
 
     def _checked(self, result: Checked | None) -> None:
         if result is None:
-            say("warning: the decode check was left out: the run was interrupted, or the target's process ended")
+            self.session.events.say(
+                "warning: the decode check was left out: the run was interrupted, or the target's process ended"
+            )
         else:
             self.session.checked(result)
 
@@ -174,7 +182,8 @@ def _targets(
     devices = session.built.placement.targets
     common = {**_common(session), "targets": len(devices), "ring": ring, "matrices": matrices}
     return TargetGroup(
-        [TargetJob(name=f"target-{n}", device=device, **common) for n, device in enumerate(devices)], say
+        [TargetJob(name=f"target-{n}", device=device, **common) for n, device in enumerate(devices)],
+        session.events.say,
     )
 
 

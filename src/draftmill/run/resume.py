@@ -8,7 +8,7 @@ from typing import Any
 from draftmill.config import RunConfig, read_yaml
 from draftmill.drafter.config import DrafterSpec
 from draftmill.errors import UserError
-from draftmill.run.build import say
+from draftmill.run.console import say
 from draftmill.run.files import RunFolder
 from draftmill.train.checkpoint import Checkpoint, find_latest
 

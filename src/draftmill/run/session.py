@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from draftmill.config import RunConfig, dump_yaml
 from draftmill.errors import UserError
-from draftmill.run.build import Built, identity, say
+from draftmill.run.build import Built, identity
+from draftmill.run.console import say
+from draftmill.run.events import EventLog
 from draftmill.run.files import RunFolder, write_atomically
 from draftmill.run.messages import Checked
 from draftmill.run.provenance import provenance
@@ -38,6 +40,7 @@ class Session:
     folder: RunFolder
     built: Built
     status: StatusWriter
+    events: EventLog
     checkpoint: Checkpoint | None
     stop: StopRequest
 
@@ -65,10 +68,13 @@ class Session:
         """For training from `step` on. The caller closes it."""
         return Telemetry(self.folder, self.status, Meter(self.built.total_steps), step)
 
+    def saved(self, step: int, seconds: float) -> None:
+        self.events.add("checkpoint", f"step {step}, saved in {seconds:.1f} s", step=step, seconds=round(seconds, 3))
+
     def checked(self, result: Checked) -> None:
         """The decode check's outcome, for the status file and the console."""
         self.status.update(decode_check=result.result)
-        say(result.text)
+        self.events.say(result.text)
 
     def conclude(self, outcome: Outcome) -> int:
         """The last lines and the exit code."""
@@ -84,7 +90,9 @@ class Session:
         say(f"stopped at step {outcome.step} of {self.built.total_steps}: {self.stop.reason}; {saved}")
         say(f"go on: draftmill train {self.folder.config} --resume")
         if self.stop.exit_code == 0:
-            say("warning: the schedule was cut before the learning rate reached its end; the drafter suffers for it")
+            self.events.say(
+                "warning: the schedule was cut before the learning rate reached its end; the drafter suffers for it"
+            )
         return self.stop.exit_code
 
 

@@ -14,7 +14,7 @@ from draftmill.data.plan import BatchPlan
 from draftmill.drafter.config import DrafterSpec
 from draftmill.handoff.matrices import is_tied
 from draftmill.records import TokenBatch
-from draftmill.run.build import say
+from draftmill.run.console import say
 from draftmill.target.cache import CacheIdentity, StateCache, open_cache, read_identity, target_files
 from draftmill.target.capture import Target
 from draftmill.target.checks import StateCheck

@@ -168,7 +168,7 @@ class Supervisor:
                 self.hooks.log({**values, "waits": self._read_waits()})
             case Saved(step, seconds):
                 self.drafters.saved(step)
-                self.hooks.saved(seconds)
+                self.hooks.saved(step, seconds)
             case Ended():
                 self.drafters.ended[worker.name] = message
 

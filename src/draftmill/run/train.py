@@ -5,6 +5,7 @@ from __future__ import annotations
 from draftmill.config import RunConfig
 from draftmill.run.alone import run_alone
 from draftmill.run.build import announce, build, identity
+from draftmill.run.events import EventLog
 from draftmill.run.files import RunFolder
 from draftmill.run.pipeline import run_pipeline
 from draftmill.run.resume import check_same_run, starting_point
@@ -24,7 +25,7 @@ def train(config: RunConfig, *, resume: bool) -> int:
         status = StatusWriter(folder)
         limit = config.train.max_minutes
         stop = StopRequest(None if limit is None else 60 * limit)
-        session = Session(config, folder, built, status, checkpoint, stop)
+        session = Session(config, folder, built, status, EventLog(folder.events), checkpoint, stop)
         try:
             announce(config, built)
             outcome = run_alone(session) if built.placement.alone else run_pipeline(session)
