@@ -119,6 +119,32 @@ def regenerate(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="Run config, YAML.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
+    device: Annotated[str, typer.Option(help="h200, b200, h100, a100-80, a100-40 or rtx4090.")] = "h200",
+    gpus: Annotated[int | None, typer.Option(help="How many. Default: those that devices names, or one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """What a run would cost, before it starts and without a GPU: time, memory, disk, and what bounds it.
+
+    All of it is estimated; what the numbers rest on is printed. Exit code 1: the run would not work, and why.
+    """
+    from rich.console import Console
+
+    from draftmill.config import load_run_config
+    from draftmill.run.plan import make_plan
+    from draftmill.run.plan_table import print_plan
+
+    made = make_plan(load_run_config(config, overrides or []), device, gpus)
+    if as_json:
+        print(json.dumps(made.to_dict()))
+    else:
+        print_plan(made, Console())
+    raise typer.Exit(1 if made.problems else 0)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Run config, YAML. Left out: only this machine.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
@@ -261,6 +287,23 @@ def watch(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None
     from draftmill.run.watch import watch as live
 
     raise typer.Exit(live(run))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are put side by side.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Page to write. Default: report.html in the run's folder; for several, in the current one."),
+    ] = None,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, acceptance by slot, evaluation, time, config.
+
+    Works on live, finished and dead runs, from files alone. The page needs no network and no other file.
+    """
+    from draftmill.run.report import report as write
+
+    print(f"wrote {write(runs, output)}")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from draftmill.run import regenerate
 from draftmill.target.generate import Answer
 
-COMMANDS = ["prepare", "regenerate", "doctor", "train", "evaluate", "export", "status", "watch"]
+COMMANDS = ["prepare", "regenerate", "plan", "doctor", "train", "evaluate", "export", "status", "watch", "report"]
 
 
 def draftmill(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,7 @@ def run_pipeline(session: Session) -> Outcome:
     ring = None if built.placement.inline else _make_ring(session)
     matrices = None if built.placement.inline else _make_matrices(session)
     session.write_record()
+    session.status.phase("loading")
     scene = _Scene(session)
     steps = config.train.accumulation
     try:
