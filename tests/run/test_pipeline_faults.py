@@ -118,15 +118,15 @@ def test_everything_ends_with_a_killed_supervisor_and_goes_on(mill: Mill, undist
 
 
 def test_a_late_result_is_dropped(mill: Mill, undisturbed: Run) -> None:
-    run = mill.start("late", *split(2, 1), "handoff.lease_seconds=12", "handoff.slots=64")  # never full
+    run = mill.start("late", *split(2, 1), "handoff.lease_seconds=20", "handoff.slots=64")  # never full
     run.await_that(lambda: run.phase("target-0") == "working")
     with suspended(run.worker("target-0")):
-        run.await_said(r"target-0 has been silent for 12 s; batch \d+ goes to another target")
+        run.await_said(r"target-0 has been silent for 20 s; batch \d+ goes to another target")
         run.await_rows(1)
     assert run.end() == 0, run.said
     assert_same(run, undisturbed)
     assert run.status()["restarts"] == 0
-    late = int(re.findall(r"target-0 has been silent for 12 s; batch (\d+) goes", run.said)[0])
+    late = int(re.findall(r"target-0 has been silent for 20 s; batch (\d+) goes", run.said)[0])
     assert [entry["target"] for entry in ledger(run) if entry.get("trained") == late] == ["target-1"]
     assert metrics(run.folder)[-1]["waits"]["slots_in_use"] == 0  # the slot was blocked until the late result came
 
