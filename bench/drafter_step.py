@@ -23,8 +23,9 @@ from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
 from draftmill.drafter.memory import estimate, parameters
 from draftmill.drafter.model import Drafter
 from draftmill.records import HiddenBatch, TokenBatch
+from draftmill.run.plan_devices import product_flops
 from draftmill.train.config import TrainConfig
-from draftmill.train.fused_step import CHUNK_ROWS, GRAPH_HIDDEN_SIZE, FusedStep
+from draftmill.train.fused_step import FusedStep
 from draftmill.train.optim import apply_update, make_optimizer
 from draftmill.train.step import PlainStep, Step, StepSettings
 
@@ -65,16 +66,6 @@ def make_batch(shape: Shape, tokens: int, features: torch.Tensor, number: int) -
         number, 0
     )  # fmt: skip
     return HiddenBatch(batch, features, "bench", shape.spec.taps)
-
-
-def product_flops(spec: DrafterSpec, tokens: int, anchors: int) -> float:
-    """Of all matrix products of forward and backward; attention is left out, and so are rows without a loss."""
-    h, f, d = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q, kv = spec.num_attention_heads * d, 2 * spec.num_key_value_heads * d
-    drafts = anchors * spec.block_size
-    layer = drafts * (h * (q + kv) + q * h + 3 * h * f) + tokens * h * kv
-    head = anchors * (spec.block_size - 1) * h * spec.vocab_size
-    return 2.0 * (3 * spec.layers * layer + 2 * tokens * len(spec.taps) * h * h + 2 * head)
 
 
 def ceiling() -> float:
@@ -174,11 +165,8 @@ class Bench:
     def estimated(self) -> float:
         """GiB; what the optimizer keeps is not there without --update."""
         spec, groups = self.shape.spec, self.arguments.groups
-        buffers = 2 if spec.hidden_size <= GRAPH_HIDDEN_SIZE and self.arguments.graph != "off" else 1
-        memory = estimate(
-            spec, context_rows=self.tokens, anchors=self.anchors, groups=groups, chunk_rows=CHUNK_ROWS,
-            buffers=buffers, tied=False,
-        )  # fmt: skip
+        graph = {"on": True, "off": False, None: None}[self.arguments.graph]
+        memory = estimate(spec, context_rows=self.tokens, anchors=self.anchors, groups=groups, tied=False, graph=graph)
         return (memory.total - (0 if self.arguments.update else 8 * parameters(spec))) / 2**30
 
     def report(self, result: Result, limit: float) -> None:

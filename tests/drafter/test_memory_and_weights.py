@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
-from draftmill.drafter.memory import estimate, parameters
+from draftmill.drafter.memory import HEADROOM, checkpoint_bytes, estimate, fewest_groups, parameters
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.drafter.weights import ComputeWeights, add_product
+from draftmill.train.checkpoint import optimizer_tensors
+from draftmill.train.config import TrainConfig
+from draftmill.train.optim import make_optimizer
 
 SPEC = DrafterSpec(
     hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-6,
     rope_theta=10000.0, block_size=4, mask_token_id=99, taps=(0, 2, 3), layer_types=(SLIDING, FULL),
     layer_causal=(True, False), sliding_window=9, vocab_size=101, num_target_layers=4, max_position_embeddings=128,
 )  # fmt: skip
-SIZES = {"context_rows": 4096, "anchors": 512, "groups": 1, "chunk_rows": 256, "buffers": 1, "tied": False}
+SIZES = {"context_rows": 4096, "anchors": 512, "groups": 1, "tied": False}
 
 
 def test_parameters_are_those_of_the_network() -> None:
@@ -33,7 +36,7 @@ def test_weights_of_the_27b_shape() -> None:
     memory = estimate(spec, **SIZES)
     assert memory.weights == pytest.approx(18 * 1.73e9, rel=1e-3)
     assert memory.matrices == 2 * 2 * 248320 * 5120
-    assert memory.features == 4096 * 5 * 5120 * 2
+    assert memory.features == 4096 * 5 * 5120 * 2  # no graph at this size
     # 8,192 draft tokens, in bf16: gate and up of five layers alone
     assert memory.blocks > 8192 * 2 * 17408 * 5 * 2
     assert "weights 31.1" in memory.describe()
@@ -50,6 +53,34 @@ def test_groups_divide_what_belongs_to_blocks_and_nothing_else() -> None:
 
 def test_a_tied_head_counts_once() -> None:
     assert 2 * estimate(SPEC, **{**SIZES, "tied": True}).matrices == estimate(SPEC, **SIZES).matrices
+
+
+def test_a_graph_has_a_copy_of_the_features() -> None:
+    """SPEC is small enough for one."""
+    with_graph, without = estimate(SPEC, **SIZES), estimate(SPEC, **SIZES, graph=False)
+    assert with_graph.features == 2 * without.features == 2 * 4096 * 3 * 48 * 2
+
+
+def test_as_few_groups_as_fit_and_none_where_nothing_does() -> None:
+    sizes = {"context_rows": 4096, "anchors": 6, "tied": False}
+    need = {groups: estimate(SPEC, groups=groups, **sizes).total for groups in (1, 2, 4)}
+    assert need[4] < need[2] < need[1]
+    for groups, total in need.items():
+        assert fewest_groups(SPEC, total / HEADROOM + 1, **sizes) == (groups, estimate(SPEC, groups=groups, **sizes))
+    assert fewest_groups(SPEC, need[4] / HEADROOM - 1, **sizes) == (None, estimate(SPEC, groups=4, **sizes))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_is_as_large_as_what_is_saved(optimizer: str) -> None:
+    drafter = Drafter(SPEC)
+    parameters_ = list(drafter.parameters())
+    for parameter in parameters_:
+        parameter.grad = torch.ones_like(parameter)
+    trained = make_optimizer(parameters_, TrainConfig(optimizer=optimizer))
+    trained.step()
+    counts = sum(1 for state in trained.state.values() if "step" in state)  # a number each, not counted
+    saved = sum(t.nbytes for t in (*drafter.state_dict().values(), *optimizer_tensors(trained).values()))
+    assert checkpoint_bytes(SPEC, optimizer) == saved - 4 * counts
 
 
 def make(seed: int = 0) -> tuple[Drafter, ComputeWeights]:

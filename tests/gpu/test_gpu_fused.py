@@ -73,7 +73,7 @@ def test_the_steady_loop_never_waits_and_takes_no_new_memory(
     tmp_path: Path, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not graph:
-        monkeypatch.setattr("draftmill.train.fused_step.GRAPH_HIDDEN_SIZE", 0)
+        monkeypatch.setattr("draftmill.train.fused_step.uses_graph", lambda spec: False)
     trainer = make_trainer(tmp_path, SETTINGS, 1000, [], log_every=500, accumulation=2)
     assert ("graph" in trainer.step.describe()) == graph
 
@@ -128,7 +128,7 @@ def test_both_optimizers_lower_the_loss(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_memory_is_what_was_estimated(groups: int) -> None:
     from draftmill.drafter.memory import estimate, parameters
-    from draftmill.train.fused_step import CHUNK_ROWS, FusedStep
+    from draftmill.train.fused_step import FusedStep
 
     spec = replace(SPEC, hidden_size=2560, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8,
                    head_dim=128, vocab_size=64000, block_size=16)  # fmt: skip
@@ -142,8 +142,6 @@ def test_memory_is_what_was_estimated(groups: int) -> None:
     FusedStep(drafter, embedding, head, settings, groups=groups, graph=False).prepare()
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
-    memory = estimate(
-        spec, context_rows=8192, anchors=1024, groups=groups, chunk_rows=CHUNK_ROWS, buffers=1, tied=False
-    )
+    memory = estimate(spec, context_rows=8192, anchors=1024, groups=groups, tied=False, graph=False)
     estimated = memory.total - 8 * parameters(spec)  # no optimizer here
     assert measured == pytest.approx(estimated, rel=0.1)

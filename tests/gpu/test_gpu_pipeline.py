@@ -81,9 +81,11 @@ def test_a_ring_that_is_gone_leaves_its_addresses_free_for_the_next() -> None:
     from draftmill.handoff.shared import SharedRing, shared_writers
 
     for _ in range(4):  # the same addresses are mapped again and again
-        writers = shared_writers(SharedRing(ring_shape()), "cuda:0")
+        ring = SharedRing(ring_shape())
+        writers = shared_writers(ring, "cuda:0")
         writers[0].begin(0).fill_(1)
         writers[0].end(0).wait()
+        assert (ring.slot(0, 0) == 1).all()
 
 
 def _write_elsewhere(handle: bytes, done: Any) -> None:

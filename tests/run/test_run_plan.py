@@ -32,7 +32,6 @@ from draftmill.run.plan_table import print_plan
 from draftmill.target.shape import load_config
 from draftmill.train.checkpoint import optimizer_tensors
 from draftmill.train.config import TrainConfig
-from draftmill.train.fused_step import CHUNK_ROWS
 from draftmill.train.optim import make_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -92,9 +91,32 @@ def cut(device: str, gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "anchors"), [(16384, 2048), (4096, 512), (49152, 6144)])
-def test_products_are_those_of_the_bench(bench: ModuleType, tokens: int, anchors: int) -> None:
+def test_products_are_those_of_the_networks_own_matrices(bench: ModuleType, tokens: int, anchors: int) -> None:
+    """Each matrix meets its rows three times: forward, gradient of the rows, gradient of the matrix."""
     for spec in (bench.QWEN_27B, bench.SMOLLM2):
-        assert cost.product_flops(spec, tokens, anchors) == bench.product_flops(spec, tokens, anchors)
+        drafts, total = anchors * spec.block_size, 0.0
+        with torch.device("meta"):
+            named = dict(Drafter(spec).named_parameters())
+        for name, matrix in named.items():
+            rows = drafts + (tokens if "k_proj" in name or "v_proj" in name else 0)
+            if name == "fc.weight":
+                total += 2 * 2 * tokens * matrix.numel()  # what it reads has no gradient
+            elif matrix.ndim == 2:
+                total += 3 * 2 * rows * matrix.numel()
+        total += 2 * 2 * anchors * (spec.block_size - 1) * spec.vocab_size * spec.hidden_size
+        assert cost.product_flops(spec, tokens, anchors) == pytest.approx(total, rel=1e-12)
+
+
+def test_a_plan_needs_nothing_that_only_gpus_have(plan: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is a CPU build there is no triton."""
+    for name in [name for name in sys.modules if name.startswith(("triton", "draftmill.drafter.kernels"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("draftmill.train.fused_step", "draftmill.drafter.fused_model", "draftmill.drafter.fused_loss"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    made = plan("devices.targets=[0]", "devices.drafters=[1]")
+    assert made.memory[1].groups == 1
+    assert made.problems == []
 
 
 def test_measured_steps_are_met(bench: ModuleType) -> None:
@@ -304,7 +326,7 @@ def test_blocks_go_in_groups_where_memory_is_short(plan: Make, monkeypatch: pyte
     original = Estimator.memory
     monkeypatch.setattr(Estimator, "memory", lambda own, *sizes: (seen.append(own), original(own, *sizes))[1])
     plan(*settings)
-    sizes = {"context_rows": TOKENS, "anchors": 128, "chunk_rows": CHUNK_ROWS, "buffers": 2, "tied": True}
+    sizes = {"context_rows": TOKENS, "anchors": 128, "tied": True}
     need = {groups: estimate(seen[0].spec, groups=groups, **sizes).total for groups in (1, 2, 4, 8, 16, 32, 64, 128)}
     slots = 3 * TOKENS * WIDTH * 2
     assert need[4] < need[2]

@@ -570,34 +570,30 @@ def test_the_ledger_is_read_as_the_run_reads_it(run: Path) -> None:
     assert {n for n, count in count_batches(path).items() if count > 1} == {7, 8}
 
 
-def spans(events: list[tuple[float, str, bool]], opened: list[float], signs: list[float], end: float) -> list[Span]:
-    return phase_spans(phase_marks(events, opened), sorted(signs), end)
+def spans(events: list[tuple[float, str, bool]], signs: list[float], end: float) -> list[Span]:
+    return phase_spans(phase_marks(events), sorted(signs), end)
 
 
 def test_a_killed_session_lasts_until_its_last_sign() -> None:
     events = [(0.0, "loading", False), (10.0, "training", False), (100.0, "loading", False), (110.0, "training", False)]
     signs = [0, 10, 20, 30, 31, 100, 110, 150]
-    assert spans(events, [], signs, 160.0) == [
+    assert spans(events, signs, 160.0) == [
         Span("loading", 0, 10), Span("training", 10, 31), Span("loading", 100, 110), Span("training", 110, 160)
     ]  # fmt: skip
-    assert dict(budget(spans(events, [], signs, 160.0), 5.0)) == {
+    assert dict(budget(spans(events, signs, 160.0), 5.0)) == {
         "loading": 20, "training": 66, "saving": 5, "between": 69
     }  # fmt: skip
 
 
-def test_the_ledger_tells_what_a_run_of_several_processes_does_not() -> None:
-    """It opens before the workers load and ends before the decode check; a worker's own phases do not count."""
-    events = [(1.0, "loading", True), (10.0, "training", False), (60.0, "training", False), (99.0, "finished", False)]
-    found = spans(events, [0.0, 50.0, 90.0], [0, 1, 10, 25, 50, 60, 90, 99], 99.0)
-    assert found == [
-        Span("loading", 0, 10), Span("training", 10, 25), Span("loading", 50, 60), Span("training", 60, 90),
-        Span("checking", 90, 99),
+def test_a_workers_own_phases_do_not_count_but_the_check_that_one_begins_does() -> None:
+    events = [
+        (0.0, "loading", False), (1.0, "loading", True), (10.0, "training", False), (11.0, "working", True),
+        (40.0, "checking", True), (50.0, "finished", False),
     ]  # fmt: skip
-    inline = [(5.0, "training", False), (40.0, "checking", True), (50.0, "finished", False)]
-    assert spans(inline, [0.0, 45.0], [0, 5, 45, 50], 50.0) == [
-        Span("loading", 0, 5), Span("training", 5, 40), Span("checking", 40, 50)
+    assert spans(events, [0, 1, 10, 11, 40, 50], 50.0) == [
+        Span("loading", 0, 10), Span("training", 10, 40), Span("checking", 40, 50)
     ]  # fmt: skip
-    assert spans([], [3.0], [3.0], 9.0) == [Span("loading", 3, 9)], "its workers are loading just now"
+    assert spans(events[:2], [0, 1], 9.0) == [Span("loading", 0, 9)], "its workers are loading just now"
 
 
 def test_running_means() -> None:

@@ -1,4 +1,6 @@
-"""How much device memory the fused step takes, before anything is allocated.
+"""How much device memory the fused step takes, before anything is allocated, and what follows from it.
+
+No kernel is imported here: plans are made where none can run.
 
 Legend: T context tokens, M draft tokens of a group (blocks · B), H hidden size, F intermediate size, V vocabulary,
 L layers, K taps. All sizes in bytes; activations in two bytes a number.
@@ -12,6 +14,10 @@ from draftmill.drafter.config import DrafterSpec
 
 TWO, FOUR = 2, 4
 MARGIN = 1.02  # what the allocator rounds up
+HEADROOM = 0.9  # of the free memory: an inline rank's target needs some for its own forward pass
+CHUNK_ROWS = 4096  # of the logits: whole waves of tiles in both products, 2 GB at a vocabulary of 248,320
+GRAPH_HIDDEN_SIZE = 2048  # up to this the launches of a step take longer than its arithmetic
+PLAIN_BYTES = 4 * FOUR  # a parameter in the plain step: fp32 weight, gradient and two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +47,48 @@ def parameters(spec: DrafterSpec) -> int:
     return spec.layers * layer + len(spec.taps) * h * h + 2 * h
 
 
+def uses_graph(spec: DrafterSpec) -> bool:
+    """Whether the step is captured as a CUDA graph."""
+    return spec.hidden_size <= GRAPH_HIDDEN_SIZE
+
+
 def estimate(
-    spec: DrafterSpec, *, context_rows: int, anchors: int, groups: int, chunk_rows: int, buffers: int, tied: bool
+    spec: DrafterSpec, *, context_rows: int, anchors: int, groups: int, tied: bool, graph: bool | None = None
 ) -> Memory:
-    """Of a step with the given T, N and number of groups. buffers: batches of features on the device at a time."""
+    """Of a step with the given T, N and number of groups. graph: whether it is one, if not as `uses_graph` says; a
+    graph has a copy of the batch's features of its own."""
+    buffers = 2 if (uses_graph(spec) if graph is None else graph) else 1
     rows = -(-anchors // groups) * spec.block_size
     return Memory(
         weights=parameters(spec) * (4 * FOUR + TWO),
         matrices=(1 if tied else 2) * spec.vocab_size * spec.hidden_size * TWO,
         features=buffers * context_rows * len(spec.taps) * spec.hidden_size * TWO,
         context=_context(spec, context_rows),
-        blocks=_kept(spec, rows) + max(_loss(spec, rows, chunk_rows), _backward(spec, rows)),
+        blocks=_kept(spec, rows) + max(_loss(spec, rows), _backward(spec, rows)),
     )
+
+
+def fewest_groups(
+    spec: DrafterSpec, available: float, *, context_rows: int, anchors: int, tied: bool, graph: bool | None = None
+) -> tuple[int | None, Memory]:
+    """1, 2, 4 … groups, the first with which the step fits HEADROOM of `available` bytes, and what it takes then. None
+    if not even one block at a time fits, and what the most groups take."""
+    groups, memory = 1, None
+    while groups <= anchors:
+        memory = estimate(spec, context_rows=context_rows, anchors=anchors, groups=groups, tied=tied, graph=graph)
+        if memory.total <= HEADROOM * available:
+            return groups, memory
+        groups *= 2
+    assert memory is not None, "there is at least one anchor"
+    return None, memory
+
+
+def checkpoint_bytes(spec: DrafterSpec, optimizer: str) -> int:
+    """fp32 weights and AdamW's two moments of each; Muon keeps one moment of each matrix."""
+    h, layers = spec.hidden_size, spec.layers
+    norms = layers * (2 * h + 2 * spec.head_dim) + 2 * h
+    matrices = parameters(spec) - norms
+    return FOUR * ((2 if optimizer == "muon" else 3) * matrices + 3 * norms)
 
 
 def _context(spec: DrafterSpec, rows: int) -> int:
@@ -66,9 +102,9 @@ def _kept(spec: DrafterSpec, rows: int) -> int:
     return rows * (spec.layers * (layer * TWO + spec.num_attention_heads * FOUR) + 2 * spec.hidden_size * TWO)
 
 
-def _loss(spec: DrafterSpec, rows: int, chunk_rows: int) -> int:
+def _loss(spec: DrafterSpec, rows: int) -> int:
     """The gradient of all rows and a chunk's rows, logits and gradient."""
-    chunk = min(rows, chunk_rows)
+    chunk = min(rows, CHUNK_ROWS)
     return (rows * spec.hidden_size + chunk * (spec.vocab_size + 2 * spec.hidden_size)) * TWO
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from draftmill.config import RunConfig
-from draftmill.drafter.config import DrafterSpec
-from draftmill.drafter.memory import Memory, estimate, parameters
+from draftmill.drafter.memory import HEADROOM, PLAIN_BYTES, checkpoint_bytes, fewest_groups, parameters
 from draftmill.handoff.copies import BUFFERS
 from draftmill.handoff.device import check_device_room, reachable
 from draftmill.handoff.shared import RingShape, check_room
@@ -26,8 +25,6 @@ from draftmill.run.job import step_settings
 from draftmill.run.placement import available_memory
 
 MEMORY, DISK = "memory", "disk"
-PLAIN_BYTES = 16  # a parameter in the plain step: fp32 weight, gradient and two moments
-SAVED_BYTES = {"adamw": 12, "muon": 8}  # a parameter in a checkpoint: fp32 weight and two moments, or one
 
 
 def room(config: RunConfig, parts: Parts, target_bytes: int | None, cache_bytes: int) -> Iterator[Finding]:
@@ -178,10 +175,14 @@ class Room:
     def _drafter(self, device: str, free: int, beside: dict[str, int]) -> Finding:
         if step_settings(self.config, self.built.spec, device).fused_rows is None:
             return self._plain(device, free, beside)
-        from draftmill.train.fused_step import HEADROOM
-
         rest = sum(beside.values())
-        groups, step = fitting_groups(self.config, self.built.spec, HEADROOM * (free - rest), tied=self.tied)
+        groups, step = fewest_groups(
+            self.built.spec,
+            free - rest,
+            context_rows=self.config.data.token_budget,
+            anchors=self.config.anchors,
+            tied=self.tied,
+        )
         also = _sum(beside)
         if groups is None:
             found = f"the step needs at least {step.describe()}, beside {also}; {free / 1e9:.1f} GB free"
@@ -210,33 +211,12 @@ class Room:
         return Finding(MEMORY, device, "error", found, "the plain step does not fit", remedy)
 
 
-def fitting_groups(config: RunConfig, spec: DrafterSpec, available: float, *, tied: bool) -> tuple[int | None, Memory]:
-    """As the fused step chooses: the fewest groups that fit, and what they take; None, and the least there is."""
-    from draftmill.train.fused_step import CHUNK_ROWS, GRAPH_HIDDEN_SIZE, doubling
-
-    def memory(groups: int) -> Memory:
-        return estimate(
-            spec,
-            context_rows=config.data.token_budget,
-            anchors=config.anchors,
-            groups=groups,
-            chunk_rows=CHUNK_ROWS,
-            buffers=2 if spec.hidden_size <= GRAPH_HIDDEN_SIZE else 1,
-            tied=tied,
-        )
-
-    for groups in doubling(config.anchors):
-        if memory(groups).total <= available:
-            return groups, memory(groups)
-    return None, memory(config.anchors)
-
-
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
 def disk_space(config: RunConfig, built: Built, cache_bytes: int) -> Iterator[Finding]:
     """Checkpoints and cache, added up where they lie on the same file system."""
-    bytes_each = SAVED_BYTES[config.train.optimizer] * parameters(built.spec)
+    bytes_each = checkpoint_bytes(built.spec, config.train.optimizer)
     saves = min(config.train.keep + 1, math.ceil(built.total_steps / config.train.save_every))
     there = sum(path.stat().st_size for path in config.run_dir.glob("checkpoints/step-*/*.safetensors"))
     needs = [(f"{saves} × checkpoint", config.run_dir, max(0, saves * bytes_each - there))]

@@ -22,4 +22,5 @@ class Hooks:
     changed: Callable[[dict[str, Any]], None]
     checked: Callable[[Checked | None], None]
     began: Callable[[], None]
+    checking: Callable[[], None]
     say: Callable[[str], None]

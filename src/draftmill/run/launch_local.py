@@ -68,6 +68,11 @@ class Worker:
         self.connection.close()
         self.process.close()
 
+    def state(self) -> dict[str, Any]:
+        """For the status file: its phase, since when (seconds since 1970), and its process."""
+        since = time.time() - (time.monotonic() - self.since)
+        return {"phase": self.phase, "since": round(since, 3), "pid": self.process.pid}
+
     def end(self) -> str:
         """Why a dead worker died, in words."""
         if self.broken is not None:

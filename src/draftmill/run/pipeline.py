@@ -71,6 +71,7 @@ class _Scene:
             changed=lambda state: self.session.status.update(**state),
             checked=self._checked,
             began=self._began,
+            checking=lambda: self.session.status.phase("checking"),
             say=self.session.events.say,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftmill.config import RunConfig
-from draftmill.drafter.memory import parameters
+from draftmill.drafter.memory import HEADROOM, checkpoint_bytes, parameters
 from draftmill.errors import UserError
 from draftmill.run import plan_devices as cost
 from draftmill.run.placement import Placement, check_ranks
@@ -181,10 +181,7 @@ class _Planner(Estimator):
         }
 
     def _disk(self) -> dict[str, Any]:
-        size, keep = parameters(self.spec), self.config.train.keep
-        muon = self.config.train.optimizer == "muon"
-        matrices = sum(o * i for o, i in cost.drafter_matrices(self.spec))
-        saved = 12 * size - (4 * matrices if muon else 0)
+        saved, keep = checkpoint_bytes(self.spec, self.config.train.optimizer), self.config.train.keep
         share = self._cached_bins() / self.batches.batches_per_epoch
         return {
             "checkpoint_bytes": saved, "checkpoints": min(keep, -(-self.steps // self.config.train.save_every)),
@@ -208,8 +205,6 @@ class _Planner(Estimator):
         return found
 
     def _too_large(self, gpu: GpuMemory) -> str:
-        from draftmill.train.fused_step import HEADROOM
-
         target = self.target_bytes if gpu.role == "inline" else 0
         base = target + gpu.parts.get("weights", 0) + gpu.parts.get("embedding and head", 0) + CONTEXT_BYTES
         remedy = "lower data.token_budget, which batch, context and forward pass follow, or use a larger GPU"

@@ -15,7 +15,7 @@ from draftmill.data.plan import BatchPlan
 from draftmill.data.prepared import PreparedSet
 from draftmill.data.tokenizer import load_tokenizer
 from draftmill.drafter.config import DrafterSpec
-from draftmill.drafter.memory import Memory, estimate, parameters
+from draftmill.drafter.memory import PLAIN_BYTES, Memory, fewest_groups, parameters
 from draftmill.handoff.copies import BUFFERS
 from draftmill.run import plan_devices as cost
 from draftmill.run.job import plain_because
@@ -24,7 +24,6 @@ from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_s
 from draftmill.target.shape import load_config, read_shape
 
 CONTEXT_BYTES = int(0.7e9)  # of a GPU: CUDA's own, and compiled kernels
-PLAIN_BYTES = 16  # a parameter in the plain step: fp32 weight, gradient and two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,23 +179,18 @@ class Estimator:
     def _step(self, beside: int, ranks: int) -> tuple[dict[str, int], int | None]:
         """(parts of a drafter's step, groups): as few groups as a run would take, None where even N do not fit. The
         plain step has none; 1 stands for it."""
-        from draftmill.train.fused_step import CHUNK_ROWS, GRAPH_HIDDEN_SIZE, HEADROOM, doubling
-
         spec, config = self.spec, self.config
         if self.plain:
             weights = PLAIN_BYTES * parameters(spec) // (ranks if config.parallel == "fsdp" else 1)
             return {"weights": weights, "embedding and head": self.matrices}, 1
-        available = HEADROOM * (self.limit - CONTEXT_BYTES - beside)
-        buffers = 2 if spec.hidden_size <= GRAPH_HIDDEN_SIZE else 1
-        needs = {
-            groups: estimate(
-                spec, context_rows=config.data.token_budget, anchors=config.anchors, groups=groups,
-                chunk_rows=CHUNK_ROWS, buffers=buffers, tied=self.target.tied,
-            )
-            for groups in doubling(config.anchors)
-        }  # fmt: skip
-        groups = next((groups for groups, memory in needs.items() if memory.total <= available), None)
-        return _parts(needs[groups or max(needs)], self.slot_bytes), groups
+        groups, memory = fewest_groups(
+            spec,
+            self.limit - CONTEXT_BYTES - beside,
+            context_rows=config.data.token_budget,
+            anchors=config.anchors,
+            tied=self.target.tied,
+        )
+        return _parts(memory, self.slot_bytes), groups
 
     def _forward_bytes(self) -> int:
         """What all matrices of the widest layer put out, the MLP's product and four numbers a hidden unit; or, when the

@@ -32,12 +32,11 @@ LAST_SHARE = 20  # "the last twentieth" of the lines
 class Ledger:
     """What ledger.jsonl says. makers: for each trained batch the target that computed it, "" where it does not say.
     repeated: batches that count more than once: none, in a sound run. rewinds: (first batch that was trained again,
-    reason, time). opened: when sessions began or ended. last: time of the last line. In seconds since 1970."""
+    reason, time). last: time of the last line. In seconds since 1970."""
 
     makers: dict[int, str] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
     rewinds: list[tuple[int, str, float | None]] = field(default_factory=list)
-    opened: list[float] = field(default_factory=list)
     last: float | None = None
 
     def trained(self, index: int, target: str) -> None:
@@ -177,7 +176,7 @@ def state_of(status: Row, folder: RunFolder) -> str:
 def _spans(events: list[Row], ledger: Ledger, rows: list[Row], end: float | None) -> list[Span]:
     phases = [event for event in events if event.get("kind") == "phase"]
     known = [(t, event) for event in phases if (t := number(event, "time")) is not None]
-    marks = phase_marks([(t, str(e.get("text")), "worker" in e) for t, e in known], ledger.opened)
+    marks = phase_marks([(t, str(e.get("text")), "worker" in e) for t, e in known])
     times = [number(row, "time") for row in [*rows, *events]] + [ledger.last]
     spans = phase_spans(marks, sorted(t for t in times if t is not None), end)
     begun = next((span.start for span in spans if span.phase == "training"), math.inf)
@@ -226,8 +225,6 @@ def read_ledger(path: Path) -> Ledger:
             found.rewind(first)
             if entry.get("reason") is not None:
                 found.rewinds.append((first, str(entry["reason"]), number(entry, "time")))
-            elif (opened := number(entry, "time")) is not None:
-                found.opened.append(opened)
     return found
 
 

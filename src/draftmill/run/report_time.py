@@ -29,32 +29,17 @@ class Span:
         return self.end - self.start
 
 
-def phase_marks(events: Sequence[tuple[float, str, bool]], opened: Sequence[float]) -> list[Mark]:
+def phase_marks(events: Sequence[tuple[float, str, bool]]) -> list[Mark]:
     """When the run's phases began. events: (time, text, whether it is a worker's) of the phase events.
 
-    A worker that begins `checking` takes the run with it. opened: when the ledger noted the beginning or the end of a
-    session. A run of several processes says no phase but `training`: it opens the ledger before its workers load, and
-    ends it before the decode check.
+    A worker that begins `checking` takes the run with it; its other phases are its own.
     """
     marks = []
     for t, text, of_worker in events:
         phase = text.partition(":")[0]
         if phase in ORDER and (not of_worker or phase == "checking"):
             marks.append((t, phase))
-    marks.sort()
-    times = [t for t, _ in marks]
-    noted = [(t, _phase_at(marks, bisect.bisect(times, t))) for t in opened]
-    return sorted(marks + [(t, phase) for t, phase in noted if phase is not None])
-
-
-def _phase_at(marks: list[Mark], place: int) -> str | None:
-    """What begins where the ledger notes something at this place between the marks, if the marks do not say it."""
-    before = marks[place - 1][1] if place else None
-    after = marks[place][1] if place < len(marks) else None
-    if before == "training" and after == "finished":
-        return "checking"
-    new = before is None or ORDER[before] == END
-    return "loading" if (new and after in ("training", None)) or before == after == "training" else None
+    return sorted(marks)
 
 
 def phase_spans(marks: Sequence[Mark], signs: Sequence[float], end: float | None) -> list[Span]:

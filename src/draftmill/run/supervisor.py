@@ -355,7 +355,7 @@ class Supervisor:
             return
         seat = ready[0]
         assert seat.worker is not None
-        self.hooks.changed({**self.state(), "phase": "checking"})
+        self.hooks.checking()
         seat.worker.send(Check(str(self.drafters.checkpoints)))
         while not (self._checked or seat.worker is None or self.interrupted()):
             self._listen()
@@ -377,16 +377,8 @@ class Supervisor:
     # --- what it looks like
 
     def state(self) -> dict[str, Any]:
-        """For the status file: each worker's phase and since when (time.time()), and the queue."""
-        now = time.monotonic()
-        workers = {
-            worker.name: {
-                "phase": worker.phase,
-                "since": round(time.time() - (now - worker.since), 3),
-                "pid": worker.process.pid,
-            }
-            for worker in self._workers()
-        }
+        """For the status file: what each worker does, and the queue."""
+        workers = {worker.name: worker.state() for worker in self._workers()}
         queue = None if self.coordinator is None else self.coordinator.in_flight
         return {"workers": workers, "slots_in_use": queue, "restarts": self._restarts()}
 

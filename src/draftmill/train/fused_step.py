@@ -19,17 +19,13 @@ from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.fused_loss import fused_linear_cross_entropy
 from draftmill.drafter.fused_model import ContextPass, block_pass
 from draftmill.drafter.kernels.attention import Ranges, ranges
-from draftmill.drafter.memory import Memory, estimate
+from draftmill.drafter.memory import CHUNK_ROWS, HEADROOM, estimate, fewest_groups, parameters, uses_graph
 from draftmill.drafter.metrics import Sums, block_sums, zero_sums
 from draftmill.drafter.model import Drafter
 from draftmill.drafter.weights import ComputeWeights
 from draftmill.errors import UserError
 from draftmill.records import HiddenBatch
 from draftmill.train.step import StepSettings, batch_blocks
-
-GRAPH_HIDDEN_SIZE = 2048  # up to this the launches of a step take longer than its arithmetic
-HEADROOM = 0.9  # of the free memory: an inline rank's target needs some for its own forward pass
-CHUNK_ROWS = 4096  # of the logits: whole waves of tiles in both products, 2 GB at a vocabulary of 248,320
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,8 @@ class FusedStep:
         spec = drafter.spec
         self._drafter, self._settings, self._rows = drafter, settings, settings.fused_rows
         self._embedding, self._head = embedding, head
-        self._graph = spec.hidden_size <= GRAPH_HIDDEN_SIZE if graph is None else graph
+        self._graph = uses_graph(spec) if graph is None else graph
+        self._tied = embedding.data_ptr() == head.data_ptr()
         self._groups = self._fitting_groups() if groups is None else groups
         self.weights = ComputeWeights(drafter, settings.dtype)
         self._captured: _Captured | None = None
@@ -123,36 +120,39 @@ class FusedStep:
         return self.run(batch.features, packed.to(batch.features.device, non_blocking=True))
 
     def describe(self) -> str:
-        groups = f", blocks in {self._groups} groups" if self._groups > 1 else ""
-        return (
-            f"fused{', one CUDA graph' if self._graph else ''}{groups}; about {self._memory(self._groups).describe()}"
-        )
-
-    def _memory(self, groups: int) -> Memory:
-        return estimate(
+        memory = estimate(
             self._drafter.spec,
             context_rows=self._rows,
             anchors=self._settings.anchors,
-            groups=groups,
-            chunk_rows=CHUNK_ROWS,
-            buffers=2 if self._graph else 1,
-            tied=self._embedding.data_ptr() == self._head.data_ptr(),
+            groups=self._groups,
+            tied=self._tied,
+            graph=self._graph,
         )
+        groups = f", blocks in {self._groups} groups" if self._groups > 1 else ""
+        return f"fused{', one CUDA graph' if self._graph else ''}{groups}; about {memory.describe()}"
 
     def _fitting_groups(self) -> int:
         """What lies on the device already (masters, embedding, head, a batch) is part of the estimate."""
         if not self._head.is_cuda:
             return 1
-        here = sum(p.nbytes for p in self._drafter.parameters()) + self._memory(1).matrices
-        available = HEADROOM * (torch.cuda.mem_get_info(self._head.device)[0] + here)
-        for groups in doubling(self._settings.anchors):
-            if self._memory(groups).total <= available:
-                return groups
-        least = self._memory(self._settings.anchors)
-        raise UserError(
-            f"the drafter's step needs at least {least.describe()}, but {available / 1e9:.1f} GB are free on "
-            f"{self._head.device}; lower data.token_budget, or use a larger GPU"
+        matrices = self._head.nbytes if self._tied else self._head.nbytes + self._embedding.nbytes
+        here = matrices + sum(p.nbytes for p in self._drafter.parameters())
+        free = torch.cuda.mem_get_info(self._head.device)[0]
+        groups, memory = fewest_groups(
+            self._drafter.spec,
+            free + here,
+            context_rows=self._rows,
+            anchors=self._settings.anchors,
+            tied=self._tied,
+            graph=self._graph,
         )
+        if groups is None:
+            raise UserError(
+                f"the drafter's step needs at least {memory.describe()}, but {(free + here) / 1e9:.1f} GB can be had "
+                f"on {self._head.device}, and it takes at most {HEADROOM:.0%}; lower data.token_budget, or use a "
+                "larger GPU"
+            )
+        return groups
 
     def updated(self) -> None:
         self.weights.refresh()
@@ -220,11 +220,6 @@ class _Captured:
         return self._sums
 
 
-def doubling(most: int) -> list[int]:
-    """1, 2, 4 … up to `most`."""
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-
-
 def parts(anchors: int, groups: int) -> list[slice]:
     """Groups of equal size but the last."""
     size = -(-anchors // groups)
@@ -245,8 +240,16 @@ def layer_ranges(spec: DrafterSpec, anchors: Tensor, starts: Tensor, rows: int) 
 def warm_up(spec: DrafterSpec, settings: StepSettings, device: str) -> None:
     """Compile all kernels of a step while there is nothing to train on yet. Leaves nothing on the device.
 
-    A layer of each kind is enough: the others are the same kernels.
+    A layer of each kind is enough: the others are the same kernels. The groups are those of the whole drafter, whose
+    masters lie on the device: the kernels are compiled for the size of a group.
     """
+    assert settings.fused_rows is not None
+    available = torch.cuda.mem_get_info(device)[0] + 4 * parameters(spec)
+    groups, _ = fewest_groups(
+        spec, available, context_rows=settings.fused_rows, anchors=settings.anchors, tied=False
+    )  # fmt: skip
+    if groups is None:
+        return  # the step itself will say so
     numbers = [kinds(spec).index(kind) for kind in dict.fromkeys(kinds(spec))]
     small = replace(
         spec,
@@ -256,7 +259,7 @@ def warm_up(spec: DrafterSpec, settings: StepSettings, device: str) -> None:
     with torch.device(device):
         drafter = Drafter(small)
         matrix = torch.zeros(spec.vocab_size, spec.hidden_size, dtype=settings.dtype)
-    FusedStep(drafter, matrix, matrix, settings, graph=False).prepare()
+    FusedStep(drafter, matrix, matrix, settings, groups=groups, graph=False).prepare()
     torch.cuda.synchronize(device)
     del drafter, matrix
     torch.cuda.empty_cache()

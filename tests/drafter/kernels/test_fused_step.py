@@ -18,7 +18,7 @@ from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
 from draftmill.drafter.metrics import Sums
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.records import PADDING_DOCUMENT, HiddenBatch, TokenBatch
-from draftmill.train.fused_step import FusedStep, Inputs, doubling, parts
+from draftmill.train.fused_step import FusedStep, Inputs, parts
 from draftmill.train.step import PlainStep, StepSettings, batch_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -174,9 +174,3 @@ def test_groups_hold_every_anchor_once(anchors: int, groups: int, sizes: list[in
     found = parts(anchors, groups)
     assert [part.stop - part.start for part in found] == sizes
     assert [n for part in found for n in range(part.start, part.stop)] == list(range(anchors))
-
-
-def test_groups_double_up_to_one_for_each_anchor() -> None:
-    assert doubling(1) == [1]
-    assert doubling(6) == [1, 2, 4]
-    assert doubling(8) == [1, 2, 4, 8]
