@@ -27,8 +27,9 @@ quickstart: $(VENV)/.main $(TARGET)/config.json
 	@echo "Next:  your own data and model:"
 	@echo "       $(BIN)/draftmill prepare YOUR.jsonl --model YOUR_MODEL --output prepared/mine --preview 3"
 
+# In the order of the folders: by default files with few tests go last, and the longest of them would run alone.
 test: $(VENV)/.dev $(TARGET)/config.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
