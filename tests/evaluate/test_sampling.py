@@ -30,9 +30,9 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.slow
 def test_accept_and_resample_is_exact() -> None:
-    """40,000 trials of two drafted tokens: the tokens that come out follow p, whatever q is."""
+    """100,000 trials of two drafted tokens: the tokens that come out follow p, whatever q is."""
     generator = torch.Generator().manual_seed(0)
-    vocab, trials = 5, 40_000
+    vocab, trials = 5, 100_000
     p = probabilities(torch.randn(3, vocab, generator=generator), 0.7)
     q = probabilities(torch.randn(2, vocab, generator=generator), 0.7)
     first, second = torch.zeros(vocab), torch.zeros(vocab)
