@@ -1,12 +1,13 @@
 """The drafter's micro-step on one GPU: speed, memory, how near to the card's own matrix speed, and where the rest goes.
 
     python bench/drafter_step.py [--shape 27b|smollm2] [--tokens 16384] [--seconds 20] [--groups G] [--plain]
-                                 [--graph on|off] [--update] [--profile]
+                                 [--graph on|off] [--fp8 head all] [--update] [--profile]
 
 Random weights and random hidden states of the given shape, one anchor per 8 tokens (4 for smollm2), all trained.
 Forward and backward of one micro-step, batches prepared on the host as in a run; --update adds the optimizer's step to
-each. --plain measures the plain step in the same process and prints the ratio. Prints context tokens/s, the rate of the
-matrix products against what an 8192³ product reaches on this card, peak memory and the time of the first step.
+each. --fp8 measures these uses of fp8 too, --plain the plain step, in the same process, with the ratio. Prints context
+tokens/s, the rate of the matrix products against what an 8192³ product in bf16 reaches on this card, peak memory and
+the time of the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
-from draftmill.drafter.memory import estimate, parameters
+from draftmill.drafter.memory import Fp8Use, estimate, parameters
 from draftmill.drafter.model import Drafter
 from draftmill.records import HiddenBatch, TokenBatch
 from draftmill.run.plan_devices import product_flops
@@ -133,9 +134,9 @@ class Bench:
     def plain(self, drafter: Drafter) -> Step:
         return PlainStep(drafter, self.embedding, self.head, self.settings, always_run=False)
 
-    def fused(self, drafter: Drafter) -> Step:
+    def fused(self, drafter: Drafter, fp8: Fp8Use = "none") -> Step:
         graph = {"on": True, "off": False, None: None}[self.arguments.graph]
-        settings = replace(self.settings, fused_rows=self.tokens)
+        settings = replace(self.settings, fused_rows=self.tokens, fp8=fp8)
         step = FusedStep(drafter, self.embedding, self.head, settings, groups=self.arguments.groups, graph=graph)
         return step.prepare()
 
@@ -158,16 +159,27 @@ class Bench:
         torch.cuda.synchronize()
         first = time.perf_counter() - started
         result = Result(name, timed(call, seconds), first, torch.cuda.max_memory_allocated() / 2**30)
-        if self.arguments.profile and name == "fused":
+        if self.arguments.profile and name != "plain":
             profile(call, result.seconds)
         return result
 
-    def estimated(self) -> float:
+    def estimated(self, fp8: Fp8Use) -> float:
         """GiB; what the optimizer keeps is not there without --update."""
         spec, groups = self.shape.spec, self.arguments.groups
         graph = {"on": True, "off": False, None: None}[self.arguments.graph]
-        memory = estimate(spec, context_rows=self.tokens, anchors=self.anchors, groups=groups, tied=False, graph=graph)
+        memory = estimate(
+            spec, context_rows=self.tokens, anchors=self.anchors, groups=groups, tied=False, graph=graph, fp8=fp8
+        )
         return (memory.total - (0 if self.arguments.update else 8 * parameters(spec))) / 2**30
+
+    def fused_row(self, fp8: Fp8Use, limit: float) -> Result:
+        gc.collect()
+        torch.cuda.empty_cache()
+        name = "fused" if fp8 == "none" else f"fp8 {fp8}"
+        result = self.measure(name, lambda drafter: self.fused(drafter, fp8), self.arguments.seconds)
+        self.report(result, limit)
+        print(f"{'':8} memory: estimated {self.estimated(fp8):.1f} GiB, measured {result.peak_gib:.1f} GiB", flush=True)
+        return result
 
     def report(self, result: Result, limit: float) -> None:
         rate = product_flops(self.shape.spec, self.tokens, self.anchors) / result.seconds
@@ -204,6 +216,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--graph", choices=["on", "off"])
+    parser.add_argument("--fp8", choices=["head", "all"], nargs="*", default=[])
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -212,9 +225,10 @@ def main() -> None:
     limit = ceiling()
     what = f"{bench.tokens:,} tokens, {bench.anchors:,} anchors in {arguments.groups} groups"
     print(f"{arguments.shape}: {what}; 8192³ product {limit / 1e12:.0f} TFLOP/s")
-    fused = bench.measure("fused", bench.fused, arguments.seconds)
-    bench.report(fused, limit)
-    print(f"memory: estimated {bench.estimated():.1f} GiB, measured {fused.peak_gib:.1f} GiB")
+    fused = bench.fused_row("none", limit)
+    for fp8 in arguments.fp8:
+        in_fp8 = bench.fused_row(fp8, limit)
+        print(f"{'':8} {fused.seconds / in_fp8.seconds:.3f} times as fast as fused in bf16", flush=True)
     if arguments.plain:
         gc.collect()
         torch.cuda.empty_cache()

@@ -55,6 +55,18 @@ def test_a_tied_head_counts_once() -> None:
     assert 2 * estimate(SPEC, **{**SIZES, "tied": True}).matrices == estimate(SPEC, **SIZES).matrices
 
 
+def test_fp8_has_two_copies_of_the_head_and_the_same_weights() -> None:
+    plain, head, both = (estimate(SPEC, **SIZES, fp8=use) for use in ("none", "head", "all"))
+    assert head.matrices == both.matrices == plain.matrices + 2 * 101 * 48
+    assert plain.weights == head.weights == both.weights
+    assert plain.blocks <= head.blocks <= both.blocks
+    assert plain.context == both.context
+    assert fewest_groups(SPEC, head.total / HEADROOM - 1, context_rows=4096, anchors=512, tied=False)[0] == 1
+    assert (
+        fewest_groups(SPEC, head.total / HEADROOM - 1, context_rows=4096, anchors=512, tied=False, fp8="head")[0] != 1
+    )
+
+
 def test_a_graph_has_a_copy_of_the_features() -> None:
     """SPEC is small enough for one."""
     with_graph, without = estimate(SPEC, **SIZES), estimate(SPEC, **SIZES, graph=False)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftmill.drafter.config import FULL, SLIDING, DrafterSpec
+from draftmill.drafter.memory import Fp8Use
 from draftmill.drafter.model import Drafter, initialise
 from draftmill.records import HiddenBatch, TokenBatch
 from draftmill.train.config import TrainConfig
@@ -19,6 +20,9 @@ from draftmill.train.step import StepSettings
 from draftmill.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
+needs_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores"
+)
 
 SPEC = DrafterSpec(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -68,14 +72,20 @@ def make_trainer(folder: Path, settings: StepSettings, steps: int, lines: list[d
     )  # fmt: skip
 
 
+USES = ["none", pytest.param("head", marks=needs_fp8), pytest.param("all", marks=needs_fp8)]
+
+
+@pytest.mark.parametrize("fp8", USES)
 @pytest.mark.parametrize("graph", [True, False])
 def test_the_steady_loop_never_waits_and_takes_no_new_memory(
-    tmp_path: Path, graph: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: bool, fp8: Fp8Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not graph:
         monkeypatch.setattr("draftmill.train.fused_step.uses_graph", lambda spec: False)
-    trainer = make_trainer(tmp_path, SETTINGS, 1000, [], log_every=500, accumulation=2)
+    settings = replace(SETTINGS, fp8=fp8)
+    trainer = make_trainer(tmp_path, settings, 1000, [], log_every=500, accumulation=2)
     assert ("graph" in trainer.step.describe()) == graph
+    assert ("fp8" in trainer.step.describe()) == (fp8 != "none")
 
     def step() -> None:
         summed = trainer._accumulate()
@@ -125,14 +135,28 @@ def test_both_optimizers_lower_the_loss(tmp_path: Path, optimizer: str) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
 
 
+@needs_fp8
+def test_it_learns_in_fp8_as_in_bf16(tmp_path: Path) -> None:
+    losses = {}
+    for fp8 in ("none", "head", "all"):
+        lines: list[dict[str, Any]] = []
+        make_trainer(tmp_path / fp8, replace(SETTINGS, fp8=fp8), 60, lines).run()
+        losses[fp8] = [line["loss"] for line in lines]
+    print(losses)
+    for fp8 in ("head", "all"):  # rounding leads elsewhere; it must not lead to a worse place
+        assert losses[fp8][0] == pytest.approx(losses["none"][0], rel=0.03)
+        assert losses[fp8][-1] < 1.05 * losses["none"][-1] + 0.02
+
+
+@pytest.mark.parametrize("fp8", USES)
 @pytest.mark.parametrize("groups", [1, 4])
-def test_memory_is_what_was_estimated(groups: int) -> None:
+def test_memory_is_what_was_estimated(groups: int, fp8: Fp8Use) -> None:
     from draftmill.drafter.memory import estimate, parameters
     from draftmill.train.fused_step import FusedStep
 
     spec = replace(SPEC, hidden_size=2560, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8,
                    head_dim=128, vocab_size=64000, block_size=16)  # fmt: skip
-    settings = replace(SETTINGS, anchors=1024, fused_rows=8192)
+    settings = replace(SETTINGS, anchors=1024, fused_rows=8192, fp8=fp8)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -142,6 +166,6 @@ def test_memory_is_what_was_estimated(groups: int) -> None:
     FusedStep(drafter, embedding, head, settings, groups=groups, graph=False).prepare()
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
-    memory = estimate(spec, context_rows=8192, anchors=1024, groups=groups, tied=False, graph=False)
+    memory = estimate(spec, context_rows=8192, anchors=1024, groups=groups, tied=False, graph=False, fp8=fp8)
     estimated = memory.total - 8 * parameters(spec)  # no optimizer here
     assert measured == pytest.approx(estimated, rel=0.1)

@@ -2,7 +2,7 @@
 
 The supervised rows are gathered on the device into a fixed capacity, so neither a shape nor the host depends on how
 many there are, and the whole can be captured in a CUDA graph. Per chunk: two products with the head and one kernel that
-turns the logits into their gradient in place.
+turns the logits into their gradient, in place or in fp8.
 
 Legend: R rows (all draft tokens), H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftmill.drafter.fp8 import Fp8Head
 from draftmill.drafter.kernels.cross_entropy import cross_entropy_
 from draftmill.drafter.loss import RowStatistics
 
@@ -45,7 +46,13 @@ class PlainHead:
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunks: list[slice], by: HeadProduct
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        chunks: list[slice],
+        by: HeadProduct | Fp8Head,
     ) -> tuple[Tensor, Tensor, Tensor]:
         chosen, fit = _choose(weights, chunks[-1].stop)
         own_labels, own_weights = labels[chosen], weights[chosen]
@@ -55,11 +62,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         for part in chunks:
             rows, out = chosen[part], logits[: part.stop - part.start]
             by.logits(hidden[rows], out)
-            cross_entropy_(
-                out, own_labels[part], own_weights[part], own_nll[part], own_rank[part], gradient=gradient is not None
-            )
-            if gradient is not None:
-                gradient.index_copy_(0, rows, by.gradient(out))
+            row_tensors = own_labels[part], own_weights[part], own_nll[part], own_rank[part]
+            if gradient is None:
+                cross_entropy_(out, *row_tensors, gradient=False)
+            else:
+                gradient.index_copy_(0, rows, _gradient(by, out, *row_tensors))
         if gradient is not None:
             ctx.save_for_backward(gradient, fit)
         nll = torch.zeros_like(weights).index_copy_(0, chosen, own_nll)
@@ -71,6 +78,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         gradient, fit = ctx.saved_tensors
         return gradient * (grad_loss * fit).to(gradient.dtype), None, None, None, None, None
+
+
+def _gradient(
+    by: HeadProduct | Fp8Head, logits: Tensor, labels: Tensor, weights: Tensor, nll: Tensor, rank: Tensor
+) -> Tensor:
+    """The gradient of a chunk's hidden states [C, H], and its statistics as `cross_entropy_`. Uses up the logits."""
+    if isinstance(by, Fp8Head):
+        grad_logits = by.gradient_buffer(logits.shape[0])
+        cross_entropy_(logits, labels, weights, nll, rank, apart=grad_logits)
+        return by.gradient(grad_logits, labels)
+    cross_entropy_(logits, labels, weights, nll, rank)
+    return by.gradient(logits)
 
 
 def _buffer(rows: int, head: Tensor) -> Tensor:
@@ -95,7 +114,7 @@ def fused_linear_cross_entropy(
     *,
     rows: int,
     chunk_rows: int,
-    head_product: HeadProduct | None = None,
+    head_product: HeadProduct | Fp8Head | None = None,
 ) -> tuple[Tensor, RowStatistics]:
     """Σ_r w_r · (−log softmax(head · hidden_r)[label_r]), not normalised, and per-row statistics [R], 0 where w = 0.
 
@@ -105,8 +124,9 @@ def fused_linear_cross_entropy(
 
     rows: capacity, an upper bound of the number of rows with weight ≠ 0 known beforehand, such as N·(B−1); the time is
     that of a full capacity. If there are more, loss and gradient are NaN: no row is lost unseen. head_product: how to
-    multiply with the head; default plain matmul. Peak extra memory: one chunk of chunk_rows × V, the gradient of
-    `hidden` and, in the backward pass, its scaled copy. ValueError if rows or chunk_rows is not positive.
+    multiply with the head; default plain matmul. Peak extra memory: one chunk of chunk_rows × V (with an Fp8Head also
+    one of bytes), the gradient of `hidden` and, in the backward pass, its scaled copy. ValueError if rows or chunk_rows
+    is not positive.
     """
     if rows < 1 or chunk_rows < 1:
         raise ValueError(f"rows and chunk_rows must be positive, got {rows} and {chunk_rows}")

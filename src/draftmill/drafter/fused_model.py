@@ -20,7 +20,7 @@ from draftmill.drafter.kernels.norm import add_rms_norm, rms_norm, rms_norm_back
 from draftmill.drafter.kernels.rotary import norm_rotate_backward, norm_rotate_forward
 from draftmill.drafter.kernels.swiglu import swiglu_backward, swiglu_forward
 from draftmill.drafter.model import Drafter, Layer
-from draftmill.drafter.weights import ComputeWeights, LayerWeights, Weight
+from draftmill.drafter.weights import AnyWeight, ComputeWeights, LayerWeights
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin, each [R, D/2] fp32
 
@@ -68,13 +68,13 @@ class ContextPass:
             value_gradient.copy_(given(self.values[number]))
             part = self._part(layer)
             part.add_gradient(gradient, self._states)
-            states_gradient.addmm_(gradient, part.value)
+            part.add_input_gradient(gradient, into=states_gradient)
         norm = self._drafter.hidden_norm
         gradient, weight_gradient = rms_norm_backward(states_gradient, self._projected, norm.weight, self._rstd)
         add_to(norm.weight, weight_gradient)
         self._weights.fc.add_gradient(gradient, self._features)
 
-    def _part(self, layer: LayerWeights) -> Weight:
+    def _part(self, layer: LayerWeights) -> AnyWeight:
         """The rows of q, k, v that make keys and values."""
         spec = self._drafter.spec
         return layer.qkv.outputs(spec.num_attention_heads * spec.head_dim)
@@ -95,7 +95,8 @@ def block_pass(
     ranges: list[Ranges],
 ) -> Tensor:
     """embeddings [n + 1, H] of the blocks' first tokens and of MASK, positions [M = n·B] of all draft tokens, who sees
-    whom in each layer → final hidden states [M, H].
+    whom in each layer → final hidden states [n·(B − 1), H] of all but each block's first token, whose own is not asked
+    for: behind the last layer's attention there are no rows for it.
 
     Its backward pass adds to the weights' gradients and to those of the context's keys and values. Most draft tokens
     are MASK, so the first layer's norm and projections, which do not know positions yet, meet each distinct row once.
@@ -111,7 +112,10 @@ def block_pass(
             normed, attention.q_norm.weight, attention.k_norm.weight, own, by, None if number else spec.block_size
         )
         seen = block_attention(queries, context.keys[number], context.values[number], keys, values, ranges[number])
-        delta = _Product.apply(seen.flatten(1), own.out)  # type: ignore[no-untyped-call]
+        seen = seen.flatten(1)
+        if number + 1 == len(layers):
+            seen, x = without_first(seen, spec.block_size), without_first(x, spec.block_size)
+        delta = _Product.apply(seen, own.out)  # type: ignore[no-untyped-call]
         norm = layers[number].post_attention_layernorm
         x, normed = add_rms_norm(x, delta, norm.weight, norm.eps)
         delta = _MLP.apply(normed, own)  # type: ignore[no-untyped-call]
@@ -126,11 +130,17 @@ def spread(rows: Tensor, block_size: int) -> Tensor:
     return torch.cat((first, other), dim=1).flatten(0, 1)
 
 
+def without_first(rows: Tensor, block_size: int) -> Tensor:
+    """[n·B, …] → [n·(B − 1), …], without the first of each block."""
+    kept: Tensor = rows.unflatten(0, (-1, block_size))[:, 1:]
+    return kept.flatten(0, 1)
+
+
 class _Product(torch.autograd.Function):
     """rows · weightᵀ; the weight's gradient goes straight to where it is collected."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Weight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: AnyWeight) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.weight = weight
         return weight.product(rows)

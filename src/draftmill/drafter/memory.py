@@ -9,10 +9,13 @@ L layers, K taps. All sizes in bytes; activations in two bytes a number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from draftmill.drafter.config import DrafterSpec
 
 TWO, FOUR = 2, 4
+
+Fp8Use = Literal["none", "head", "all"]  # what is multiplied in fp8, a byte a number
 MARGIN = 1.02  # what the allocator rounds up
 HEADROOM = 0.9  # of the free memory: an inline rank's target needs some for its own forward pass
 CHUNK_ROWS = 4096  # of the logits: whole waves of tiles in both products, 2 GB at a vocabulary of 248,320
@@ -23,7 +26,8 @@ PLAIN_BYTES = 4 * FOUR  # a parameter in the plain step: fp32 weight, gradient a
 @dataclass(frozen=True, slots=True)
 class Memory:
     """weights: fp32 masters, their gradients, low-precision copies, Adam's two moments. matrices: the target's
-    embedding and head. context: what the context pass keeps. blocks: the most that a group of blocks needs."""
+    embedding and head, and two copies of the head in fp8. context: what the context pass keeps. blocks: the most that
+    a group of blocks needs."""
 
     weights: int
     matrices: int
@@ -53,7 +57,14 @@ def uses_graph(spec: DrafterSpec) -> bool:
 
 
 def estimate(
-    spec: DrafterSpec, *, context_rows: int, anchors: int, groups: int, tied: bool, graph: bool | None = None
+    spec: DrafterSpec,
+    *,
+    context_rows: int,
+    anchors: int,
+    groups: int,
+    tied: bool,
+    graph: bool | None = None,
+    fp8: Fp8Use = "none",
 ) -> Memory:
     """Of a step with the given T, N and number of groups. graph: whether it is one, if not as `uses_graph` says; a
     graph has a copy of the batch's features of its own."""
@@ -61,21 +72,30 @@ def estimate(
     rows = -(-anchors // groups) * spec.block_size
     return Memory(
         weights=parameters(spec) * (4 * FOUR + TWO),
-        matrices=(1 if tied else 2) * spec.vocab_size * spec.hidden_size * TWO,
+        matrices=((1 if tied else 2) + (fp8 != "none")) * spec.vocab_size * spec.hidden_size * TWO,
         features=buffers * context_rows * len(spec.taps) * spec.hidden_size * TWO,
         context=_context(spec, context_rows),
-        blocks=_kept(spec, rows) + max(_loss(spec, rows), _backward(spec, rows)),
+        blocks=_kept(spec, rows) + max(_loss(spec, rows, fp8), _backward(spec, rows, fp8)),
     )
 
 
 def fewest_groups(
-    spec: DrafterSpec, available: float, *, context_rows: int, anchors: int, tied: bool, graph: bool | None = None
+    spec: DrafterSpec,
+    available: float,
+    *,
+    context_rows: int,
+    anchors: int,
+    tied: bool,
+    graph: bool | None = None,
+    fp8: Fp8Use = "none",
 ) -> tuple[int | None, Memory]:
     """1, 2, 4 … groups, the first with which the step fits HEADROOM of `available` bytes, and what it takes then. None
     if not even one block at a time fits, and what the most groups take."""
     groups, memory = 1, None
     while groups <= anchors:
-        memory = estimate(spec, context_rows=context_rows, anchors=anchors, groups=groups, tied=tied, graph=graph)
+        memory = estimate(
+            spec, context_rows=context_rows, anchors=anchors, groups=groups, tied=tied, graph=graph, fp8=fp8
+        )
         if memory.total <= HEADROOM * available:
             return groups, memory
         groups *= 2
@@ -102,15 +122,17 @@ def _kept(spec: DrafterSpec, rows: int) -> int:
     return rows * (spec.layers * (layer * TWO + spec.num_attention_heads * FOUR) + 2 * spec.hidden_size * TWO)
 
 
-def _loss(spec: DrafterSpec, rows: int) -> int:
-    """The gradient of all rows and a chunk's rows, logits and gradient."""
+def _loss(spec: DrafterSpec, rows: int, fp8: Fp8Use) -> int:
+    """The gradient of all rows and a chunk's rows, logits and gradient. In fp8 the logits' gradient lies apart."""
     chunk = min(rows, CHUNK_ROWS)
-    return (rows * spec.hidden_size + chunk * (spec.vocab_size + 2 * spec.hidden_size)) * TWO
+    apart = 0 if fp8 == "none" else chunk * (spec.vocab_size + 3 * spec.hidden_size)
+    return (rows * spec.hidden_size + chunk * (spec.vocab_size + 2 * spec.hidden_size)) * TWO + apart
 
 
-def _backward(spec: DrafterSpec, rows: int) -> int:
-    """The last layer's MLP, where all that was kept is still there."""
-    return rows * (4 * spec.hidden_size + spec.intermediate_size) * TWO
+def _backward(spec: DrafterSpec, rows: int, fp8: Fp8Use) -> int:
+    """The last layer's MLP, where all that was kept is still there. In fp8 also what its gradient is rounded to."""
+    rounded = 2 * spec.intermediate_size if fp8 == "all" else 0
+    return rows * ((4 * spec.hidden_size + spec.intermediate_size) * TWO + rounded)
 
 
 def _queries(spec: DrafterSpec) -> int:

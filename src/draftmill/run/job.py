@@ -15,6 +15,7 @@ from draftmill.data.plan import BatchPlan
 from draftmill.data.prepared import PreparedSet
 from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter, initialise
+from draftmill.errors import UserError
 from draftmill.run.decode_check import decode_check, describe
 from draftmill.run.messages import Checked
 from draftmill.run.resolve import resolve_gamma
@@ -23,6 +24,7 @@ from draftmill.train.checkpoint import Checkpoint, load_drafter
 from draftmill.train.step import StepSettings
 
 FUSED_HEAD_DIMS = (64, 128)
+FP8_CAPABILITY = (8, 9)  # of a GPU that multiplies 8-bit floats
 NO_TARGET_TO_CHECK = (
     "decode check: left out, because all states came from the cache and no target was loaded; "
     "`draftmill evaluate` decodes"
@@ -54,12 +56,43 @@ class Job:
 
 def step_settings(config: RunConfig, spec: DrafterSpec, device: str) -> StepSettings:
     fused = device.startswith("cuda") and config.train.kernels == "fused" and plain_because(config, spec) is None
+    check_fp8(config, spec, device)
+    if config.train.fp8 != "none" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise UserError(_no_fp8(config, device))
     return StepSettings(
         anchors=config.anchors,
         gamma=resolve_gamma(config.train.gamma, spec.block_size),
         seed=config.seed,
         dtype=getattr(torch, config.train.dtype),
         fused_rows=config.data.token_budget if fused else None,
+        fp8=config.train.fp8,
+    )
+
+
+def check_fp8(config: RunConfig, spec: DrafterSpec, device: str) -> None:
+    """UserError if train.fp8 asks for what no device can do, or no CPU. Touches no GPU."""
+    if config.train.fp8 == "none":
+        return
+    if not device.startswith("cuda"):
+        raise UserError(_no_fp8(config, device))
+    sizes = {"hidden size": spec.hidden_size, "vocabulary": spec.vocab_size}
+    if config.train.fp8 == "all":
+        sizes["intermediate size"] = spec.intermediate_size
+    reasons = [f"the {name} is {size}, no multiple of 16" for name, size in sizes.items() if size % 16]
+    if config.train.kernels == "plain":
+        reasons.append("train.kernels is plain")
+    elif reason := plain_because(config, spec):
+        reasons.append(reason)
+    if not hasattr(torch, "_scaled_mm"):
+        reasons.append(f"torch {torch.__version__} has no torch._scaled_mm")
+    if reasons:
+        raise UserError(f"train.fp8: {config.train.fp8} is not possible: {'; '.join(reasons)}; leave it out")
+
+
+def _no_fp8(config: RunConfig, device: str) -> str:
+    return (
+        f"train.fp8: {config.train.fp8} needs a GPU with 8-bit products (compute capability 8.9 or higher), which "
+        f"{device} is not; leave it out"
     )
 
 

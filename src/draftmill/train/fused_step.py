@@ -16,7 +16,8 @@ from torch import Tensor
 from draftmill.drafter.attention import kinds
 from draftmill.drafter.blocks import Blocks
 from draftmill.drafter.config import DrafterSpec
-from draftmill.drafter.fused_loss import fused_linear_cross_entropy
+from draftmill.drafter.fp8 import Fp8Head
+from draftmill.drafter.fused_loss import PlainHead, fused_linear_cross_entropy
 from draftmill.drafter.fused_model import ContextPass, block_pass
 from draftmill.drafter.kernels.attention import Ranges, ranges
 from draftmill.drafter.memory import CHUNK_ROWS, HEADROOM, estimate, fewest_groups, parameters, uses_graph
@@ -92,7 +93,8 @@ class FusedStep:
         self._graph = uses_graph(spec) if graph is None else graph
         self._tied = embedding.data_ptr() == head.data_ptr()
         self._groups = self._fitting_groups() if groups is None else groups
-        self.weights = ComputeWeights(drafter, settings.dtype)
+        self.weights = ComputeWeights(drafter, settings.dtype, fp8=settings.fp8 == "all")
+        self._head_product = PlainHead(head) if settings.fp8 == "none" else Fp8Head(head)
         self._captured: _Captured | None = None
 
     def prepare(self) -> FusedStep:
@@ -127,9 +129,11 @@ class FusedStep:
             groups=self._groups,
             tied=self._tied,
             graph=self._graph,
+            fp8=self._settings.fp8,
         )
         groups = f", blocks in {self._groups} groups" if self._groups > 1 else ""
-        return f"fused{', one CUDA graph' if self._graph else ''}{groups}; about {memory.describe()}"
+        fp8 = {"none": "", "head": ", head in fp8", "all": ", head and matrices in fp8"}[self._settings.fp8]
+        return f"fused{', one CUDA graph' if self._graph else ''}{fp8}{groups}; about {memory.describe()}"
 
     def _fitting_groups(self) -> int:
         """What lies on the device already (masters, embedding, head, a batch) is part of the estimate."""
@@ -145,6 +149,7 @@ class FusedStep:
             anchors=self._settings.anchors,
             tied=self._tied,
             graph=self._graph,
+            fp8=self._settings.fp8,
         )
         if groups is None:
             raise UserError(
@@ -166,15 +171,15 @@ class FusedStep:
         spec, rows = drafter.spec, features.shape[0]
         inputs = Inputs.unpack(packed, rows, settings.anchors, spec.block_size)
         context = ContextPass(drafter, self.weights, features.to(settings.dtype), inputs.position_ids)
-        nll = torch.empty_like(inputs.weights)
-        rank = torch.empty(inputs.labels.shape, dtype=torch.int64, device=features.device)
+        nll = torch.zeros_like(inputs.weights)
+        rank = torch.zeros(inputs.labels.shape, dtype=torch.int64, device=features.device)
         for part in parts(settings.anchors, self._groups):
-            nll[part], rank[part] = self._group(context, inputs, part, rows)
+            nll[part, 1:], rank[part, 1:] = self._group(context, inputs, part, rows)
         context.backward()
         return block_sums(nll, rank, inputs.weights, inputs.anchors >= 0)
 
     def _group(self, context: ContextPass, inputs: Inputs, part: slice, rows: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward of some of the blocks → nll and rank [n, B]."""
+        """Forward and backward of some of the blocks → nll and rank [n, B − 1], of the slots that are drafted."""
         spec = self._drafter.spec
         slots = torch.arange(spec.block_size, device=inputs.anchors.device)
         mask = torch.full_like(inputs.first_tokens[:1], spec.mask_token_id)
@@ -182,14 +187,15 @@ class FusedStep:
         positions = (inputs.first_positions[part][:, None] + slots).flatten()
         seen = layer_ranges(spec, inputs.anchors[part], inputs.starts[part], rows)
         hidden = block_pass(self._drafter, self.weights, context, self._embedding[tokens], positions, seen)
-        labels, weights = inputs.labels[part].long(), inputs.weights[part]
+        labels, weights = inputs.labels[part, 1:].long(), inputs.weights[part, 1:]
         loss, stats = fused_linear_cross_entropy(
             hidden,
             self._head,
             labels.flatten(),
             weights.flatten(),
-            rows=labels.shape[0] * (spec.block_size - 1),
+            rows=labels.numel(),
             chunk_rows=CHUNK_ROWS,
+            head_product=self._head_product,
         )
         loss.backward()
         return stats.nll.view_as(weights), stats.rank.view_as(labels)
@@ -246,7 +252,8 @@ def warm_up(spec: DrafterSpec, settings: StepSettings, device: str) -> None:
     assert settings.fused_rows is not None
     available = torch.cuda.mem_get_info(device)[0] + 4 * parameters(spec)
     groups, _ = fewest_groups(
-        spec, available, context_rows=settings.fused_rows, anchors=settings.anchors, tied=False
+        spec, available, context_rows=settings.fused_rows, anchors=settings.anchors, tied=False,
+        fp8=settings.fp8,
     )  # fmt: skip
     if groups is None:
         return  # the step itself will say so

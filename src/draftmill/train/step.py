@@ -11,6 +11,7 @@ from torch import Tensor
 from draftmill.drafter.anchors import draw_anchors, valid_anchors
 from draftmill.drafter.attention import by_document, trim_padding
 from draftmill.drafter.blocks import Blocks, make_blocks
+from draftmill.drafter.memory import Fp8Use
 from draftmill.drafter.metrics import Sums, zero_sums
 from draftmill.drafter.model import Drafter
 from draftmill.drafter.objective import block_loss
@@ -20,13 +21,14 @@ from draftmill.records import HiddenBatch
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """anchors: N per batch. gamma: of the slot weights. dtype: of the drafter's arithmetic. fused_rows: T, if the step
-    is to be that of `fused_step`, for a GPU, in place of the plain one here."""
+    is to be that of `fused_step`, for a GPU, in place of the plain one here. fp8: as in `TrainConfig`, fused only."""
 
     anchors: int
     gamma: float
     seed: int
     dtype: torch.dtype
     fused_rows: int | None = None
+    fp8: Fp8Use = "none"
 
 
 class Step(Protocol):
