@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from draftmill.run import plan_devices as cost
 from draftmill.run.plan import Plan, make_plan
 from draftmill.run.plan_devices import DEVICES, Sample, TargetCost
 from draftmill.run.plan_table import print_plan
+from draftmill.run.split import Measured, measure_here
 from draftmill.target.shape import load_config
 from draftmill.train.checkpoint import optimizer_tensors
 from draftmill.train.config import TrainConfig
@@ -72,8 +73,8 @@ def plan(tiny_target: Path, prepared: Path, tokenizer: Any, tmp_path: Path, monk
     }
     path.write_text(yaml.safe_dump(values))
 
-    def make(*overrides: str, device: str = "h200", gpus: int | None = None) -> Plan:
-        return make_plan(load_run_config(path, list(overrides)), device, gpus)
+    def make(*overrides: str, device: str = "h200", gpus: int | None = None, measured: bool = False) -> Plan:
+        return make_plan(load_run_config(path, list(overrides)), device, gpus, measured=measured)
 
     return make
 
@@ -127,6 +128,9 @@ def test_measured_steps_are_met(bench: ModuleType) -> None:
         2.444, rel=0.03
     )
     assert cost.drafter_seconds(bench.SMOLLM2, H200, 16384, 4096, small) == pytest.approx(0.0196, rel=0.03)
+    for use, seconds in (("head", 0.6825), ("all", 0.5510)):  # on a third card, which took 785 ms without
+        took = cost.drafter_seconds(bench.QWEN_27B, H200, 16384, 2048, big, use)
+        assert took == pytest.approx(seconds, rel=0.04)
     assert cost.plain_seconds(bench.SMOLLM2, small) == pytest.approx(0.420, rel=0.01)
 
 
@@ -155,6 +159,14 @@ def test_gradients_go_around_a_ring(bench: ModuleType) -> None:
     assert cost.gradient_sum_seconds(bench.QWEN_27B, H200, 1) == 0
     assert cost.gradient_sum_seconds(bench.QWEN_27B, H200, 4) == pytest.approx(1.5 * size / 450e9)
     assert cost.gradient_sum_seconds(bench.QWEN_27B, DEVICES["rtx4090"], 2) == pytest.approx(size / 32e9)
+
+
+def test_fp8_is_counted_and_said(plan: Make) -> None:
+    none, head, all_ = (plan(f"train.fp8={use}") for use in ("none", "head", "all"))
+    assert none.seconds["drafter_step"] > head.seconds["drafter_step"] > all_.seconds["drafter_step"]
+    assert [any("fp8" in line for line in made.assumptions) for made in (none, head, all_)] == [False, True, True]
+    more = [made.memory[-1].total_bytes for made in (none, head, all_)]
+    assert more[0] < more[1] <= more[2], "the copies in fp8 take room"
 
 
 def test_muon_multiplies(bench: ModuleType) -> None:
@@ -368,6 +380,60 @@ def test_a_checkpoint_holds_what_is_counted(plan: Make, bench: ModuleType) -> No
         saved = [*drafter.state_dict().values(), *optimizer_tensors(optimizer).values()]
         assert made.disk["checkpoint_bytes"] == pytest.approx(sum(t.nbytes for t in saved), rel=tolerance)
         assert made.disk["while_saving_bytes"] == 3 * made.disk["checkpoint_bytes"]
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_measured_and_its_seconds_are_the_plans(
+    plan: Make, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Measured] = []
+
+    def here(*arguments: Any) -> Measured:  # in this process: starting another takes seconds
+        found.append(measure_here(*arguments))
+        return found[0]
+
+    monkeypatch.setattr("draftmill.run.plan.measure", here)
+    made = plan(f"target.model={tiny_target}", "devices.targets=cpu", "devices.drafters=cpu*2", measured=True)
+    measured = found[0]
+    assert made.seconds["target_batch"] == measured.target_seconds > 0
+    assert made.seconds["drafter_step"] == measured.drafter_seconds > 0
+    assert (made.chosen.targets, made.chosen.ranks, made.memory, made.problems) == (1, 2, [], [])
+    drafters, targets = made.seconds["drafter_batch"] / 2, measured.target_seconds
+    assert made.time["first_epoch_hours"] * 3600 == pytest.approx(
+        made.data["batches_per_epoch"] * max(drafters, targets)
+    )
+    assert (made.device["name"], made.device["measured_on"]) == ("cpu", "cpu")
+    assert made.assumptions[0].startswith("measured on cpu")
+    assert not any("h200" in line for line in made.assumptions)
+    assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
+    console = Console(width=2000, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    print_plan(made, console)
+    text = console.export_text()
+    assert "seconds measured on cpu" in text
+    assert "memory of a GPU" not in text
+    assert "h200" not in text
+
+
+def test_a_measured_gpu_has_its_own_memory_and_the_links_of_the_named_one(
+    plan: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA X", total_memory=90e9)
+    )
+    monkeypatch.setattr("draftmill.run.plan.measure", lambda _config, _spec, where: Measured(0.5, 0.25, together=False))
+    made = plan("train.accumulation=3", device="h100", gpus=4, measured=True)
+    assert (made.device["name"], made.device["gb"], made.device["peer_gbs"]) == ("NVIDIA X", 90, 450)
+    assert made.device["measured_on"] == "cuda:0"
+    assert made.chosen.targets > 0, "they do not fit one GPU together, it was measured"
+    assert "update" in made.assumptions[0]
+    with pytest.raises(UserError, match="a plan is for GPUs"):
+        plan("devices=cpu", measured=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no GPU, but devices names some"):
+        plan("devices.inline=[0,1]", measured=True)
 
 
 # --- what is refused, and what is said --------------------------------------------------------------------------------

@@ -24,12 +24,14 @@ from matplotlib.image import imread
 
 from draftmill.config import RunConfig
 from draftmill.errors import UserError
+from draftmill.run import report as report_module
 from draftmill.run.files import RunFolder
 from draftmill.run.ledger import read_ledger as count_batches
 from draftmill.run.report import report
 from draftmill.run.report_charts import Axis, running_mean, thin
-from draftmill.run.report_files import read_ledger
+from draftmill.run.report_files import read_ledger, read_run
 from draftmill.run.report_html import Markup, join, tag
+from draftmill.run.report_png import write_pictures
 from draftmill.run.report_time import Span, budget, phase_marks, phase_spans
 
 START = 1_800_000_000.0
@@ -113,6 +115,12 @@ def _value(axis: Axis, share: float) -> float:
     return axis.low * (axis.high / axis.low) ** share if axis.log else axis.low + share * (axis.high - axis.low)
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a second each, and have tests of their own."""
+    monkeypatch.setattr(report_module, "write_pictures", lambda runs, page: None)
+
+
 def one(root: Path, name: str = "report.html") -> Page:
     return Page(report([root], root.parent / name))
 
@@ -148,8 +156,21 @@ def events() -> list[dict[str, Any]]:
         (END, "finished"),
     ]  # fmt: skip
     found: list[dict[str, Any]] = [{"time": t, "kind": "phase", "text": text} for t, text in phases]
+    found += [{"time": START + t, "kind": "phase", "text": text, "worker": name, "pid": 7} for t, text, name in WORKERS]
     found.append({"time": START + 100, "kind": "checkpoint", "text": "step 5", "step": 5, "seconds": 2.5})
+    found += [{"time": START + t, "kind": kind, "text": f"{kind} text", "worker": name} for t, kind, name in TROUBLE]
     return [*found, {"time": START + 70, "kind": "warning", "text": "batch 3 failed once"}]
+
+
+WORKERS = (
+    (2, "loading", "target-0"), (52, "working", "target-0"), (2, "compiling", "drafter-0"),
+    (62, "warming up", "drafter-0"), (68, "working", "drafter-0"),
+)  # fmt: skip
+TROUBLE = (
+    (80, "stalled", "target-0"), (110, "moving", "target-0"),
+    (120, "stalled", "target-1"), (125, "restart", "target-1"),
+    (130, "stalled", "drafter-0"), (131, "recompiled", "drafter-0"), (132, "skipped", "drafter-0"),
+)  # fmt: skip
 
 
 def evaluation() -> dict[str, Any]:
@@ -298,8 +319,10 @@ def test_evaluation_time_and_interruptions(run: Path) -> None:
     shares = {row[0]: row[1:] for row in page.table("share")[1:]}
     total = END - START
     assert shares["starting and loading"] == ["1 min 50 s", f"{100 * 110 / total:.1f}\u00a0%"]
-    assert shares["compiling"][0] == "20 s"
-    assert shares["training"][0] == "6 min 38 s"  # 397.5 s, as 2.5 of 400 s went into saving
+    assert shares["compiling"][0] == "22 s"  # of the run, and of the drafter's process behind it
+    assert shares["drafters waiting for batches"][0] == "1 min 15 s"  # 10 s × n % of the lines but the first ones
+    assert shares["first batch: warming up"][0] == "6 s"
+    assert shares["training"][0] == "5 min 14 s"  # 314.5 s: 400 less 2, 6, 75 and the 2.5 that went into saving
     assert shares["saving checkpoints"][0] == "2 s"
     assert shares["decode check and closing"][0] == "4 s"
     assert shares["stopped or dead, between two starts"][0] == "15 min 30 s"
@@ -310,6 +333,14 @@ def test_evaluation_time_and_interruptions(run: Path) -> None:
     assert "Hidden states by target-0: 350, target-1: 50." in page.text
     assert page.table("reason")[1] == ["2027-01-15 08:03 UTC", "50", "drafter-0: killed by signal 9"]
     assert page.table("warning")[1][1] == "batch 3 failed once"
+    said = "Stalled, from the notice until it moved again or was started anew: target-0 for 30 s, target-1 for 5 s, "
+    assert said + "drafter-0 for good." in page.text
+    assert [row[1:] for row in page.table("event")[1:]] == [[kind, f"{kind} text"] for _, kind, _ in TROUBLE]
+    assert page.table("process") == [
+        ["process", "compiling", "warming up", "working", "loading"],
+        ["drafter-0", "1 min 00 s", "6 s", "4 min 52 s", "–"],  # working until the stop, 360 s after the start
+        ["target-0", "–", "–", "5 min 08 s", "50 s"],
+    ]
     assert "accumulation: 2" in page.text
     assert ["git_commit", "abc123"] in page.table("value")
 
@@ -486,6 +517,7 @@ def test_damaged_files_do_not_break_it(run: Path, damage: str) -> None:
         assert not page.open, name
         if name not in ("metrics.jsonl", ""):
             assert page.tiles["loss"][0] == f"{metrics_rows()[-1]['loss']:.3f}", name
+    write_pictures([read_run(run, "all of it damaged", END)], run / "report.html")
 
 
 def test_lines_that_were_made_again_count_once(run: Path) -> None:
@@ -529,8 +561,26 @@ def test_several_runs(run: Path) -> None:
     differing = [row for row in page.table("key") if row[0] == "config.yaml"]
     assert differing == [["config.yaml", "train.lr", "0.001", "0.0003"]]
     assert ["run.json", "git_commit", "abc123", "–"] in page.table("key")
+    times = {row[0]: row[1:] for row in next(table for table in page.tables if table[0] == ["", "mine"])}
+    assert (times["compiling"], times["together"]) == (["22 s"], ["24 min 24 s"]), "of the one that has events"
+    assert ["code", "2.88", "–"] in next(table for table in page.tables if table[0][0] == "slice")
     assert len(page.curve("Loss", "mine")) == LINES
     assert len(page.curve("Loss", "other")) == 1
+
+
+def test_pictures_beside_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are drawn as they are: a dollar sign begins no formula."""
+    odd = read_run(run.rename(run.with_name("a$b$c{")), "a$b$c{", END)
+    other = read_run(one_line_run(run.with_name("other")), "other", END)
+    monkeypatch.undo()
+    report([odd.root], None)
+    write_pictures([odd, other], run.parent / "two.html")
+    assert (odd.root / "report-curves.png").exists()
+    for name, rows in (("two-curves.png", 3), ("two-slots.png", 1)):
+        height, width, _ = imread(run.parent / name).shape
+        assert width / height == pytest.approx(3 * 4.6 / (rows * 3.0), rel=0.01)
+    slots = imread(odd.root / "report-slots.png")
+    assert len(np.unique(slots.reshape(-1, slots.shape[-1]), axis=0)) > 200, "shares of many sizes"
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
@@ -585,12 +635,12 @@ def test_a_killed_session_lasts_until_its_last_sign() -> None:
     }  # fmt: skip
 
 
-def test_a_workers_own_phases_do_not_count_but_the_check_that_one_begins_does() -> None:
+def test_a_workers_own_phases_do_not_count() -> None:
     events = [
         (0.0, "loading", False), (1.0, "loading", True), (10.0, "training", False), (11.0, "working", True),
-        (40.0, "checking", True), (50.0, "finished", False),
+        (40.0, "checking", False), (41.0, "checking", True), (50.0, "finished", False),
     ]  # fmt: skip
-    assert spans(events, [0, 1, 10, 11, 40, 50], 50.0) == [
+    assert spans(events, [0, 1, 10, 11, 40, 41, 50], 50.0) == [
         Span("loading", 0, 10), Span("training", 10, 40), Span("checking", 40, 50)
     ]  # fmt: skip
     assert spans(events[:2], [0, 1], 9.0) == [Span("loading", 0, 9)], "its workers are loading just now"

@@ -12,9 +12,9 @@ from draftmill.config import RunConfig
 from draftmill.drafter.memory import HEADROOM, checkpoint_bytes, parameters
 from draftmill.errors import UserError
 from draftmill.run import plan_devices as cost
-from draftmill.run.placement import Placement, check_ranks
+from draftmill.run.placement import Placement, available_memory, check_ranks
 from draftmill.run.plan_estimate import CONTEXT_BYTES, Estimator, GpuMemory, Split
-from draftmill.run.split import Measured, share_out
+from draftmill.run.split import Measured, measure, share_out
 
 BETTER = 1.05  # a split that is so much faster is worth a line
 BUSY_LINK = 0.5  # of the data sheet's rate: what is more may not be reached
@@ -47,21 +47,28 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: RunConfig, device: str, gpus: int | None = None) -> Plan:
-    """device: one of `plan_devices.DEVICES`. gpus: how many; left out: those the config names, or one.
+def make_plan(config: RunConfig, device: str, gpus: int | None = None, *, measured: bool = False) -> Plan:
+    """device: one of `plan_devices.DEVICES`. gpus: how many; left out: those the config names, or one. measured: on
+    this machine's first GPU, or its CPU where there is none.
 
-    UserError for a config that `train` refuses, and for what cannot be estimated.
+    UserError for a config that `train` refuses, and for what cannot be estimated or measured.
     """
     found = cost.find_device(device)
-    named = _named(config, gpus)
+    if measured:
+        where, here = cost.this_machine(found, available_memory())
+        named = _named(config, gpus, cpu=where == "cpu")
+        planner = _Planner(config, here, named.processes if named else gpus or 1, named)
+        planner.measure(where)
+        return planner.plan()
+    named = _named(config, gpus, cpu=False)
     for key, dtype in (("train.dtype", config.train.dtype), ("target.dtype", config.target.dtype)):
         if dtype == "float32":
             raise UserError(f"{key}: float32 cannot be planned, only rates of 16-bit products are known; use bfloat16")
     return _Planner(config, found, named.processes if named else gpus or 1, named).plan()
 
 
-def _named(config: RunConfig, gpus: int | None) -> Placement | None:
-    """The placement that the config names, checked as far as it can be without the GPUs."""
+def _named(config: RunConfig, gpus: int | None, *, cpu: bool) -> Placement | None:
+    """The placement that the config names, checked as far as it can be without the GPUs. cpu: all are to be CPUs."""
     devices = config.devices
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus {gpus}: at least one is needed")
@@ -71,9 +78,14 @@ def _named(config: RunConfig, gpus: int | None) -> Placement | None:
         Placement(devices.targets or (), devices.inline or devices.drafters or ()), config.train.accumulation
     )
     each = [*named.targets, *named.drafters]
-    if "cpu" in each:
-        raise UserError("devices: cpu, but a plan is for GPUs; plan with devices=auto, and --gpus for their number")
-    if len(set(each)) < len(each):
+    if cpu and set(each) != {"cpu"}:
+        raise UserError("--measure: this machine has no GPU, but devices names some; leave one of them out")
+    if not cpu and "cpu" in each:
+        raise UserError(
+            "devices: cpu, but a plan is for GPUs; plan with devices=auto, and --gpus for their number. On a machine "
+            "without GPUs --measure plans for its CPU"
+        )
+    if not cpu and len(set(each)) < len(each):
         raise UserError("devices: a GPU is among targets and drafters; a plan is for one process a GPU, or inline")
     if gpus not in (None, len(each)):
         raise UserError(f"--gpus {gpus}, but devices names {len(each)}; leave one out (devices=auto)")
@@ -84,6 +96,13 @@ class _Planner(Estimator):
     def __init__(self, config: RunConfig, device: cost.Device, gpus: int, named: Placement | None) -> None:
         super().__init__(config, device, gpus)
         self.named = named
+        self.measured_on: str | None = None
+
+    def measure(self, where: str) -> None:
+        """Take seconds measured on a device that is here."""
+        if where == "cpu":
+            self.plain = "a CPU computes no other"
+        self.measured, self.measured_on = measure(self.config, self.spec, where), where
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +112,8 @@ class _Planner(Estimator):
         time, waits = self._time(chosen), self._waits(chosen)
         queue = self._queue(chosen) if chosen.targets else None
         return Plan(
-            device={**asdict(self.device), "gpus": self.gpus, "origin": self.device.origin},
+            device={**asdict(self.device), "gpus": self.gpus, "origin": self.device.origin,
+                    "measured_on": self.measured_on},
             data=self._data(),
             schedule={"steps": self.steps, "batches": self.steps * self.config.train.accumulation,
                       "accumulation": self.config.train.accumulation, "anchors": self.config.anchors},
@@ -117,7 +137,7 @@ class _Planner(Estimator):
             return chosen, [chosen]
         allowed = [ranks for ranks in range(self.gpus, 0, -1) if self.config.train.accumulation % ranks == 0]
         options = [self.split(0, ranks) for ranks in allowed]
-        together = options[0].fits
+        together = options[0].fits if self.measured is None else self.measured.together
         options += [self.split(self.gpus - ranks, ranks) for ranks in allowed if ranks < self.gpus]
         if self.gpus == 1:
             return options[0], options
@@ -268,8 +288,26 @@ class _Planner(Estimator):
             self.device, self.target, self.sample, packed=self.packed, auto=self.config.target.isolation == "auto",
             kept=self.config.cache is not None or self.config.target.reuse_states_gb > 0,
         )  # fmt: skip
+        if self.measured is not None:
+            estimated = cost.rates(self.device)
+            lines = [self._measurement(), *[line for line in lines if line not in estimated]]
         if self.config.train.optimizer == "muon":
             lines.append(
                 "muon: its products at the drafter's rate, not measured; memory as for AdamW, which is too much"
             )
+        if self.config.train.fp8 != "none" and self.measured is None:
+            lines.append(
+                f"train.fp8: {self.config.train.fp8}: products in fp8 {cost.FP8_TIMES:g} times as fast as in bfloat16, "
+                "as on an h200 at the 27B shape; a GPU below compute capability 8.9, such as an a100, refuses it"
+            )
         return lines
+
+    def _measurement(self) -> str:
+        assert self.measured is not None
+        fit = "both fit it together" if self.measured.together else "they do not fit it together"
+        return (
+            f"measured on {self.measured_on} ({self.device.name}), one process at work: target "
+            f"{self.measured.target_seconds:.3g} s, drafter {self.measured.drafter_seconds:.3g} s a batch, with an "
+            f"update at each, which comes once in {self.config.train.accumulation} batches; {fit}. Sums of gradients "
+            f"over {self.device.peer_gbs or self.device.host_gbs:g} GB/s, not measured"
+        )

@@ -8,7 +8,7 @@ Legend: T tokens of a batch, N anchors, B block size, P parameters of the drafte
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ import torch
 from draftmill.data.plan import BatchPlan
 from draftmill.drafter.anchors import valid_anchors
 from draftmill.drafter.config import DrafterSpec
-from draftmill.drafter.memory import parameters
+from draftmill.drafter.memory import Fp8Use, parameters
 from draftmill.errors import UserError
 from draftmill.target.isolation import row_groups
 
 H200_TFLOPS, H200_SHEET_TFLOPS, H200_TBS = 665.0, 989.0, 4.8
 SHEET_SHARE = H200_TFLOPS / H200_SHEET_TFLOPS  # of the data sheet's rate, sustained by the one device measured
 PRODUCT_SHARE = 0.98  # of the sustained rate: the drafter's products
+FP8_TIMES = 1.8  # as fast as in bfloat16, casts included: measured at the 27B shape, head and all
 ATTENTION_SHARE = 0.40  # attention of either side
 TARGET_SHARE = 0.75  # the target's products: 500 of 665 TFLOP/s
 ROW_SECONDS = 50e-9  # each draft token and layer, on an h200: norms, rotation, loss kernel
@@ -31,6 +32,7 @@ PLAIN_SECONDS = 1.38e-3  # the drafter's plain step, each layer × document: 0.4
 UPDATE_BYTES = 42  # of memory traffic for each parameter: norm, AdamW, low-precision copy, clearing
 NEWTON_SCHULZ = 5  # iterations of Muon
 SAMPLE = 16  # batches looked at
+CPU_GBS = 10.0  # between processes of a host, for gradients and states; assumed
 FIRST_STEP_SECONDS = {"nothing_compiled": 21.0, "some_compiled": 8.0, "small_shape": 13.0}  # h200; see docs/gpu.md
 
 
@@ -60,6 +62,15 @@ class Device:
             f"not measured: {self.tflops / SHEET_SHARE:,.0f} TFLOP/s of the data sheet × {SHEET_SHARE:.2f}, the share "
             "that the measured h200 sustains"
         )
+
+
+def this_machine(like: Device, available: int) -> tuple[str, Device]:
+    """Where `plan --measure` measures, and what is known of it: memory as it is (a CPU's `available` bytes), links and
+    rates of `like` for a GPU, none for a CPU."""
+    if not torch.cuda.is_available():
+        return "cpu", Device("cpu", 0.0, available / 1e9, 0.0, CPU_GBS, 0.0)
+    found = torch.cuda.get_device_properties(0)
+    return "cuda:0", replace(like, name=str(found.name), gb=found.total_memory / 1e9)
 
 
 def _from_sheet(name: str, tflops: float, gb: float, tbs: float, host_gbs: float, peer_gbs: float) -> Device:
@@ -159,6 +170,16 @@ def product_flops(spec: DrafterSpec, tokens: int, anchors: int) -> float:
     return 2.0 * (3 * layers + 2 * fc + 2 * head)  # features and head have no gradient of their own
 
 
+def fp8_flops(spec: DrafterSpec, tokens: int, anchors: int, use: Fp8Use) -> float:
+    """Of these, what is multiplied in fp8: of the head both products, of the layers all but gradients of weights."""
+    head = 2 * 2.0 * anchors * (spec.block_size - 1) * spec.hidden_size * spec.vocab_size
+    if use != "all":
+        return head if use == "head" else 0.0
+    everything = product_flops(spec, tokens, anchors)
+    fc = 2.0 * tokens * len(spec.taps) * spec.hidden_size**2
+    return head + fc + (everything - head - 2 * fc) * 2 / 3
+
+
 def attention_flops(spec: DrafterSpec, anchors: int, sample: Sample) -> float:
     """Forward and backward: two products forward, five backward, over the pairs that see each other."""
     pairs = 0.0
@@ -168,9 +189,12 @@ def attention_flops(spec: DrafterSpec, anchors: int, sample: Sample) -> float:
     return 7 * 2.0 * spec.num_attention_heads * spec.head_dim * pairs
 
 
-def drafter_seconds(spec: DrafterSpec, device: Device, tokens: int, anchors: int, sample: Sample) -> float:
+def drafter_seconds(
+    spec: DrafterSpec, device: Device, tokens: int, anchors: int, sample: Sample, fp8: Fp8Use = "none"
+) -> float:
     """The fused micro-step of a batch."""
-    products = product_flops(spec, tokens, anchors) / (PRODUCT_SHARE * device.flops)
+    saved = (1 - 1 / FP8_TIMES) * fp8_flops(spec, tokens, anchors, fp8)
+    products = (product_flops(spec, tokens, anchors) - saved) / (PRODUCT_SHARE * device.flops)
     attention = attention_flops(spec, anchors, sample) / (ATTENTION_SHARE * device.flops)
     rows = ROW_SECONDS * anchors * spec.block_size * spec.layers * H200_TBS / device.tbs
     return products + attention + rows
@@ -325,7 +349,12 @@ def assumptions(
     device: Device, target: TargetCost, sample: Sample, *, packed: bool, auto: bool, kept: bool
 ) -> list[str]:
     """What the numbers rest on: one line each, and only what was used."""
-    lines = [
+    return [*rates(device), *_beside(target, sample, packed=packed, auto=auto, kept=kept), _slots(device)]
+
+
+def rates(device: Device) -> list[str]:
+    """What estimated seconds rest on."""
+    return [
         f"{device.name}: {device.tflops:,.0f} TFLOP/s in bfloat16, {device.origin}; {device.gb:g} GB, "
         f"{device.tbs:g} TB/s, links of {device.host_gbs:g} GB/s to the host and {device.peer_gbs:g} to other GPUs a "
         "direction, all by the data sheet",
@@ -340,6 +369,11 @@ def assumptions(
         f"attention at {ATTENTION_SHARE:.0%}",
         f"target: launches take at least {LAUNCH_SECONDS * 1e6:.0f} µs for each layer × (documents + 1), from SmolLM2 "
         "on an h200 (0.177 s a batch of 16,384 tokens in 60 documents); taken for every GPU and host",
+    ]
+
+
+def _beside(target: TargetCost, sample: Sample, *, packed: bool, auto: bool, kept: bool) -> list[str]:
+    lines = [
         f"lengths and places of blocks: from {len(sample.lengths)} batches of the first epoch",
         f"memory: {0.7:g} GB a GPU for CUDA; the target's forward pass holds what all matrices of its widest layer put "
         "out (not measured); the drafter's step as `train` estimates it; inline, both at once",
@@ -356,6 +390,10 @@ def assumptions(
         lines.append("experts: at the rate of dense products, evenly used; theirs is lower")
     if kept:
         lines.append("kept states: none are there at the start; reading them back takes no time")
+    return lines
+
+
+def _slots(device: Device) -> str:
     reach = "reach each other, so slots lie in the drafters' memory, unless handoff.queue is host"
     no_reach = "cannot reach each other, so slots lie in host memory"
-    return [*lines, f"{device.name}: several GPUs {reach if device.peer_gbs else no_reach}"]
+    return f"{device.name}: several GPUs {reach if device.peer_gbs else no_reach}"

@@ -21,6 +21,7 @@ from draftmill.run import plan_devices as cost
 from draftmill.run.job import plain_because
 from draftmill.run.placement import Placement, default_slots
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
+from draftmill.run.split import Measured
 from draftmill.target.shape import load_config, read_shape
 
 CONTEXT_BYTES = int(0.7e9)  # of a GPU: CUDA's own, and compiled kernels
@@ -57,7 +58,9 @@ class Split:
 
 
 class Estimator:
-    """What is known of the run, and the estimates that follow."""
+    """What is known of the run, and the estimates that follow. measured: seconds to take in their place."""
+
+    measured: Measured | None = None
 
     def __init__(self, config: RunConfig, device: cost.Device, gpus: int) -> None:
         self.config, self.device, self.gpus = config, device, gpus
@@ -85,17 +88,23 @@ class Estimator:
 
     @cached_property
     def target_seconds(self) -> float:
+        if self.measured is not None:
+            return self.measured.target_seconds
         return cost.target_seconds(self.target, self.device, self.sample, packed=self.packed)
 
     @cached_property
     def step_seconds(self) -> float:
-        """The drafter's micro-step."""
+        """The drafter's micro-step; a measured one has an update in it."""
+        if self.measured is not None:
+            return self.measured.drafter_seconds
         tokens, anchors = self.batches.token_budget, self.config.anchors
-        fused = cost.drafter_seconds(self.spec, self.device, tokens, anchors, self.sample)
+        fused = cost.drafter_seconds(self.spec, self.device, tokens, anchors, self.sample, self.config.train.fp8)
         return max(fused, cost.plain_seconds(self.spec, self.sample)) if self.plain else fused
 
     @cached_property
     def update_seconds(self) -> float:
+        if self.measured is not None:
+            return 0.0
         return cost.update_seconds(self.spec, self.device, self.config.train.optimizer)
 
     def drafter_seconds(self, ranks: int) -> float:
@@ -151,6 +160,9 @@ class Estimator:
         return 1 if not targets else self.config.handoff.slots or default_slots(placement)
 
     def memory(self, targets: int, ranks: int) -> list[GpuMemory]:
+        """None where CPUs do the work: they share the host's."""
+        if self.device.name == "cpu":
+            return []
         running = {
             "target": self.target_bytes,
             "forward pass": self._forward_bytes(),
@@ -189,6 +201,7 @@ class Estimator:
             context_rows=config.data.token_budget,
             anchors=config.anchors,
             tied=self.target.tied,
+            fp8=config.train.fp8,
         )
         return _parts(memory, self.slot_bytes), groups
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from draftmill.run.plan import Plan
 from draftmill.run.plan_estimate import GpuMemory, Split
-from draftmill.run.status import duration
+from draftmill.run.words import duration
 
 Rows = list[tuple[str, str]]
 
@@ -21,7 +21,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if len(plan.options) > 1:
         console.print(_options(plan))
     _print_rows("time", _time(plan), console)
-    _print_rows("memory of a GPU", [_memory(gpu) for gpu in plan.memory], console)
+    if plan.memory:
+        _print_rows("memory of a GPU", [_memory(gpu) for gpu in plan.memory], console)
     _print_rows("host and disk", _room(plan), console)
     for title, lines in (("assumptions", plan.assumptions), ("notes", plan.notes), ("cannot work", plan.problems)):
         if lines:
@@ -42,7 +43,11 @@ def _run(plan: Plan) -> Rows:
     device, data, drafter, target = plan.device, plan.data, plan.drafter, plan.target
     schedule, seconds = plan.schedule, plan.seconds
     return [
-        ("devices", f"{device['gpus']} × {device['name']}: {plan.chosen.describe()}"),
+        (
+            "devices",
+            f"{device['gpus']} × {device['name']}: {plan.chosen.describe()}; seconds "
+            + ("are estimates" if device["measured_on"] is None else f"measured on {device['measured_on']}"),
+        ),
         (
             "data",
             f"{data['documents']:,} documents, {data['tokens']:,} tokens; {data['batches_per_epoch']:,} batches of "
@@ -103,16 +108,16 @@ def _time(plan: Plan) -> Rows:
     if time["later_epoch_hours"] < time["first_epoch_hours"]:
         later = f"{_hours(time['later_epoch_hours'])}, {time['later_tokens_per_second']:,.0f} tokens/s: states are kept"
         rows.append(("a later one", later))
-    first = plan.warm_up
-    return [
-        *rows,
-        ("in total", f"{_hours(time['total_hours'])} = {time['gpu_hours']:,.2f} GPU-hours"),
-        (
-            "first step",
+    unit = "GPU-hours" if plan.memory else "hours of processes"
+    rows.append(("in total", f"{_hours(time['total_hours'])} = {time['gpu_hours']:,.2f} {unit}"))
+    if plan.memory:
+        first = plan.warm_up
+        words = (
             f"not in there; measured on an h200: {first['nothing_compiled']:.0f} s at the 27B shape, "
-            f"{first['some_compiled']:.0f} s with some kernels compiled before; {first['small_shape']:.0f} s, SmolLM2",
-        ),
-    ]
+            f"{first['some_compiled']:.0f} s with some kernels compiled before; {first['small_shape']:.0f} s, SmolLM2"
+        )
+        rows.append(("first step", words))
+    return rows
 
 
 def _memory(gpu: GpuMemory) -> tuple[str, str]:

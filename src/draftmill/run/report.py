@@ -1,4 +1,4 @@
-"""`draftmill report`: one HTML page of a run, or of several side by side, made from their files alone."""
+"""`draftmill report`: one HTML page of a run, or of several side by side, and pictures, made from their files alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from draftmill.errors import UserError
 from draftmill.run.report_files import read_run
 from draftmill.run.report_page import page
+from draftmill.run.report_png import write_pictures
 
 
 def report(roots: Sequence[Path], output: Path | None) -> Path:
-    """Write the page and return its path. Left out, output is report.html in the run's folder, or for several runs in
-    the current one. UserError for a folder without a run, a run given twice, and a place that cannot be written."""
+    """Write the page, and its charts as pictures beside it, and return the page's path. Left out, output is report.html
+    in the run's folder, or for several runs in the current one. UserError for a folder without a run, a run given
+    twice, and a place that cannot be written."""
     now = time.time()
     if len({root.resolve() for root in roots}) < len(roots):
         raise UserError("a run is given twice; give each once")
@@ -27,6 +29,7 @@ def report(roots: Sequence[Path], output: Path | None) -> Path:
     try:
         temporary.write_bytes(text)
         temporary.replace(path)
+        write_pictures(runs, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another file with --output") from error
     return path

@@ -111,7 +111,7 @@ def heat_map(title: str, xs: Values, lists: Sequence[Values], x: Axis) -> str:
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     picture = (
         f'<image x="{LEFT:g}" y="{TOP:g}" width="{width:g}" height="{height:g}" preserveAspectRatio="none" '
-        f'href="data:image/png;base64,{_png(_cells(xs, lists, x, slots))}"/>'
+        f'href="data:image/png;base64,{_png(cells(xs, lists, x, slots))}"/>'
     )
     stride = max(1, math.ceil(slots / 9))
     rows = []
@@ -240,7 +240,7 @@ def _linear_ticks(low: float, high: float, count: int, least: float) -> list[flo
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _cells(xs: Values, lists: Sequence[Values], x: Axis, slots: int) -> np.ndarray:
+def cells(xs: Values, lists: Sequence[Values], x: Axis, slots: int) -> np.ndarray:
     """[slots, COLUMNS]: the mean of the lines in each column, or the line that covers it; NaN where there is none."""
     known = [(at, values) for at, values in zip(xs, lists, strict=True) if at is not None and values]
     known.sort(key=lambda pair: pair[0])

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from draftmill.run.report_files import Run, flat, mean, number, whole
 from draftmill.run.report_html import NONE, Markup, count, fold, join, moment, note, percent, plain, shown, table, tag
 from draftmill.run.report_panels import color, column, swatch
-from draftmill.run.report_time import budget
-from draftmill.run.status import duration
+from draftmill.run.words import duration
 
-WARNINGS = 50  # newest, shown
+NEWEST = 50  # warnings and events, shown
+EVENTS = ("stalled", "moving", "restart", "recompiled", "skipped", "rewound")  # beside phases and checkpoints
 
-PHASES = {
-    "loading": "starting and loading",
-    "compiling": "compiling",
-    "training": "training",
-    "saving": "saving checkpoints",
-    "checking": "decode check and closing",
-    "between": "stopped or dead, between two starts",
+PHASES = {  # what to call it, and the number of its colour
+    "loading": ("starting and loading", 6),
+    "compiling": ("compiling", 1),
+    "warming up": ("first batch: warming up", 5),
+    "training": ("training", 0),
+    "waiting": ("drafters waiting for batches", 3),
+    "saving": ("saving checkpoints", 2),
+    "checking": ("decode check and closing", 4),
+    "between": ("stopped or dead, between two starts", 7),
 }
 
 
@@ -48,9 +51,24 @@ def evaluation(run: Run) -> Markup:
     )
 
 
-def _slice_row(part: Any) -> list[str]:
+def slices_compared(runs: Sequence[Run]) -> Markup:
+    """Decoded τ of each slice. Slices of one name may be of other prompts, so the files are named too."""
+    taus = [{plain(part.get("name")): slice_tau(part) for part in run.slices} for run in runs]
+    names = list(dict.fromkeys(name for own in taus for name in own))
+    if not names:
+        return note("None of them is evaluated yet.")
+    rows: list[list[Any]] = [[name, *[shown(own.get(name), ".2f") for own in taus]] for name in names]
+    files = [plain((run.evaluation or {}).get("prompts_file") or NONE) for run in runs]
+    return join(note("τ, decoded."), table(["slice", *[run.label for run in runs]], [*rows, ["prompts", *files]]))
+
+
+def slice_tau(part: Any) -> float | None:
     acceptance = part.get("acceptance")
-    tau = number(acceptance, "tau") if isinstance(acceptance, dict) else None
+    return number(acceptance, "tau") if isinstance(acceptance, dict) else None
+
+
+def _slice_row(part: Any) -> list[str]:
+    tau = slice_tau(part)
     rates = [shown(number(part, key), ",.1f") for key in ("tokens_per_second", "plain_tokens_per_second")]
     counts = [shown(number(part, key)) for key in ("prompts", "tokens")]
     speed_up = shown(number(part, "speed_up"), ".2f", "×")
@@ -98,27 +116,61 @@ def _check_line(run: Run) -> Markup | str:
 def time_spent(run: Run) -> Markup:
     if not run.spans:
         return join(note("Unknown: there is no events.jsonl that says when the run was in which phase."), _waits(run))
-    parts = budget(run.spans, run.saving_seconds)
+    parts = run.budget
     total = sum(seconds for _, seconds in parts) or 1.0
-    bars = [
-        tag("div", style=f"width: {100 * seconds / total:.2f}%; background: var(--c{_place(what)})")
-        for what, seconds in parts
-    ]
-    rows: list[list[Any]] = [
-        [join(swatch(color(_place(what))), PHASES[what]), span(seconds), percent(seconds / total)]
-        for what, seconds in parts
-    ]
+    rows: list[list[Any]] = [[_phase(what), span(seconds), percent(seconds / total)] for what, seconds in parts]
     rows.append([tag("b", "together"), span(total), ""])
     about = note(
         f"From {moment(run.spans[0].start)} on, by events.jsonl. A process that was killed counts as training until "
         "its last line in any file. What came before the first line of events.jsonl is unknown."
     )
-    return join(about, tag("div", *bars, class_="budget"), table(["", "time", "share"], rows), _waits(run))
+    shares = table(["", "time", "share"], rows)
+    return join(about, budget_bar(parts), shares, _waits(run), _by_process(run))
 
 
-def _place(phase: str) -> int:
-    """Number of its colour, the same in every report."""
-    return list(PHASES).index(phase)
+def budget_bar(parts: Sequence[tuple[str, float]]) -> Markup:
+    """Shares of the whole, side by side."""
+    total = sum(seconds for _, seconds in parts) or 1.0
+    bars = [
+        tag("div", style=f"width: {100 * seconds / total:.2f}%; background: var(--c{PHASES[what][1]})")
+        for what, seconds in parts
+    ]
+    return tag("div", *bars, class_="budget")
+
+
+def times_compared(runs: Sequence[Run]) -> Markup:
+    """Where the time of several runs went."""
+    known = [(number, run, dict(run.budget)) for number, run in enumerate(runs) if run.spans]
+    if not known:
+        return note("Unknown: none of them has an events.jsonl that says when it was in which phase.")
+    phases = [phase for phase in PHASES if any(phase in times for _, _, times in known)]
+    bars = [
+        join(tag("p", join(swatch(color(number)), run.label)), budget_bar(list(times.items())))
+        for number, run, times in known
+    ]
+    rows = [[_phase(phase), *[span(times.get(phase)) for _, _, times in known]] for phase in phases]
+    rows.append([tag("b", "together"), *[span(sum(times.values())) for _, _, times in known]])
+    return join(*bars, table(["", *[run.label for _, run, _ in known]], rows))
+
+
+def _by_process(run: Run) -> Markup | str:
+    """Only what is told of each process: in steady state it is working, whatever it waits for."""
+    times: dict[str, dict[str, float]] = {}
+    for name, spans in run.by_process.items():
+        own = times.setdefault(name, defaultdict(float))
+        for one in spans:
+            own[one.phase] += one.seconds
+    if not times:
+        return ""
+    phases = list(dict.fromkeys(phase for own in times.values() for phase in own))
+    rows = [[name, *[span(own[phase]) if phase in own else NONE for phase in phases]] for name, own in times.items()]
+    about = note("By events.jsonl, which has no waits of less than two seconds: they are in “working”.")
+    return fold("By process", about, table(["process", *phases], rows))
+
+
+def _phase(phase: str) -> Markup:
+    name, number = PHASES[phase]
+    return join(swatch(color(number)), name)
 
 
 def _waits(run: Run) -> Markup | str:
@@ -130,17 +182,23 @@ def _waits(run: Run) -> Markup | str:
 
 
 def interruptions(run: Run) -> Markup:
-    lines = [_skipped_line(run), _restart_line(run), *_ledger_lines(run)]
+    lines = [_skipped_line(run), _restart_line(run), _stall_line(run), *_ledger_lines(run)]
     accumulation = whole(run.config, "train.accumulation")
     rewinds = [
         [moment(t), f"{first // accumulation:,}" if accumulation else f"batch {first:,}", reason]
         for first, reason, t in run.ledger.rewinds
     ]
+    others = [
+        [moment(number(e, "time")), e.get("kind", ""), e.get("text", "")] for e in run.events if e.get("kind") in EVENTS
+    ]
     warnings = [[moment(number(e, "time")), e.get("text", "")] for e in run.events if e.get("kind") == "warning"]
     return join(
         tag("ul", *[tag("li", line) for line in lines if line]),
         table(["drafters started anew", "from step", "reason"], rewinds, words=3) if rewinds else "",
-        fold(count(len(warnings), "warning"), table(["when", "warning"], warnings[-WARNINGS:], words=2))
+        fold(count(len(others), "event"), table(["when", "kind", "event"], others[-NEWEST:], words=3))
+        if others
+        else "",
+        fold(count(len(warnings), "warning"), table(["when", "warning"], warnings[-NEWEST:], words=2))
         if warnings
         else "",
     )
@@ -165,6 +223,20 @@ def _restart_line(run: Run) -> str:
     again = count(run.restarts, "time")
     text = f"Training began again {again}." if run.restarts else "Training went through in one go."
     return text + (f" Workers started anew since the last start: {workers:,}." if workers else "")
+
+
+def _stall_line(run: Run) -> str:
+    """A stall lasts until its process moves again or is started anew."""
+    begun: dict[str, float] = {}
+    parts = []
+    for event in run.events:
+        t, kind, worker = number(event, "time"), event.get("kind"), str(event.get("worker"))
+        if t is not None and kind == "stalled":
+            begun.setdefault(worker, t)
+        elif t is not None and kind in ("moving", "restart") and worker in begun:
+            parts.append(f"{worker} for {duration(t - begun.pop(worker))}")
+    parts += [f"{worker} for good" for worker in begun]
+    return f"Stalled, from the notice until it moved again or was started anew: {', '.join(parts)}." if parts else ""
 
 
 def _ledger_lines(run: Run) -> list[str]:

@@ -19,7 +19,7 @@ import yaml
 
 from draftmill.errors import UserError
 from draftmill.run.files import RunFolder
-from draftmill.run.report_time import Span, active_seconds, phase_marks, phase_spans
+from draftmill.run.report_time import Span, active_seconds, budget, phase_marks, phase_spans, worker_spans
 from draftmill.run.status import ENDED
 
 Row = Mapping[str, Any]
@@ -96,6 +96,34 @@ class Run:
     @property
     def saving_seconds(self) -> float:
         return sum(number(event, "seconds") or 0.0 for event in self.events if event.get("kind") == "checkpoint")
+
+    @property
+    def waiting_seconds(self) -> float:
+        """That the drafters waited for batches: of each line's interval the share that the line says."""
+        starts, total = set(self.starts), 0.0
+        for place in range(1, len(self.rows)):
+            before, now, waits = self.seconds[place - 1], self.seconds[place], self.rows[place].get("waits")
+            share = number(waits, "drafters_wait") if isinstance(waits, dict) else None
+            if place not in starts and before is not None and now is not None and share is not None:
+                total += max(0.0, now - before) * min(1.0, max(0.0, share))
+        return total
+
+    @property
+    def by_process(self) -> dict[str, list[Span]]:
+        """Phases of each process, by its name."""
+        known = [
+            (t, str(e.get("text")).partition(":")[0], str(e["worker"]))
+            for e in self.events
+            if e.get("kind") == "phase" and "worker" in e and (t := number(e, "time")) is not None
+        ]
+        return worker_spans(known, self.spans) if known and self.spans else {}
+
+    @property
+    def budget(self) -> list[tuple[str, float]]:
+        """Where the time went; empty where events.jsonl does not say."""
+        own = self.by_process
+        drafter = own.get("main") or own.get("drafter-0") or []
+        return budget(self.spans, self.saving_seconds, self.waiting_seconds, drafter) if self.spans else []
 
     @property
     def slices(self) -> list[Row]:

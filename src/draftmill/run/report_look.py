@@ -75,7 +75,7 @@ label span { border: 1px solid var(--line); border-radius: 99px; padding: 2px 10
   border: 1px solid var(--soft); border-radius: 6px; padding: 4px 8px; font-size: 13px; max-width: 260px; z-index: 2; }
 @media (max-width: 600px) { body { padding: 14px 10px 30px; } .tiles { grid-template-columns: 1fr 1fr; }
   .tile b { font-size: 17px; } svg text { font-size: 12.5px; } th, td { padding: 4px 8px 4px 6px; }
-  td.w:first-child { min-width: 5em; } }
+  td.w:first-child { min-width: 7em; } }
 @media print { details { break-inside: avoid; } }
 """.strip()
 

@@ -14,8 +14,10 @@ from draftmill.run.report_details import (
     interruptions,
     origin,
     skipped,
+    slices_compared,
     span,
     time_spent,
+    times_compared,
 )
 from draftmill.run.report_files import LAST_SHARE, Run, flat, number
 from draftmill.run.report_html import (
@@ -45,7 +47,7 @@ from draftmill.run.report_panels import (
     switch,
     switch_inputs,
 )
-from draftmill.run.status import duration
+from draftmill.run.words import duration
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -89,6 +91,10 @@ def _several(runs: Sequence[Run]) -> list[Markup]:
         _curves(runs),
         tag("h2", "Acceptance by slot"),
         slot_comparison(runs),
+        tag("h2", "Evaluation"),
+        slices_compared(runs),
+        tag("h2", "Time"),
+        times_compared(runs),
         tag("h2", "What differs"),
         _differences(runs),
         tag("h2", "Each run"),

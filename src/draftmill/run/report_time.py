@@ -30,16 +30,9 @@ class Span:
 
 
 def phase_marks(events: Sequence[tuple[float, str, bool]]) -> list[Mark]:
-    """When the run's phases began. events: (time, text, whether it is a worker's) of the phase events.
-
-    A worker that begins `checking` takes the run with it; its other phases are its own.
-    """
-    marks = []
-    for t, text, of_worker in events:
-        phase = text.partition(":")[0]
-        if phase in ORDER and (not of_worker or phase == "checking"):
-            marks.append((t, phase))
-    return sorted(marks)
+    """When the run's phases began. events: (time, text, whether it is a worker's) of the phase events."""
+    own = [(t, text.partition(":")[0]) for t, text, of_worker in sorted(events) if not of_worker]
+    return [(t, phase) for t, phase in own if phase in ORDER]
 
 
 def phase_spans(marks: Sequence[Mark], signs: Sequence[float], end: float | None) -> list[Span]:
@@ -66,13 +59,43 @@ def active_seconds(spans: Sequence[Span], until: float) -> float:
     return sum(max(0.0, min(until, span.end) - span.start) for span in spans)
 
 
-def budget(spans: Sequence[Span], saving_seconds: float) -> list[tuple[str, float]]:
-    """(what, seconds), adding up to the time from the first sign to the last. Saving is part of training."""
-    totals = dict.fromkeys(("loading", "compiling", "training", "saving", "checking", "between"), 0.0)
+def within(spans: Sequence[Span], others: Sequence[Span]) -> float:
+    """Seconds that both have in common."""
+    return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in spans for b in others)
+
+
+def worker_spans(events: Sequence[tuple[float, str, str]], spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """Each process' own phases. events: (time, phase, process). spans: of the run; a phase ends with its session."""
+    pairs = itertools.pairwise(spans)
+    ends = [before.end for before, after in pairs if ORDER[after.phase] <= ORDER[before.phase]] + [spans[-1].end]
+    found: dict[str, list[Span]] = {}
+    for name in sorted({name for _, _, name in events}):
+        own = sorted((t, phase) for t, phase, other in events if other == name)
+        for (start, phase), following in itertools.zip_longest(own, own[1:]):
+            last = next((end for end in ends if end >= start), ends[-1])
+            end = last if following is None else min(following[0], last)
+            found.setdefault(name, []).append(Span(phase, start, max(start, end)))
+    return found
+
+
+def budget(
+    spans: Sequence[Span], saving_seconds: float, waiting_seconds: float = 0.0, drafter: Sequence[Span] = ()
+) -> list[tuple[str, float]]:
+    """(what, seconds), adding up to the time from the first sign to the last. Saving, waiting, and what the drafter's
+    process did before its first batch was done, are parts of training. drafter: that process' own phases."""
+    totals = dict.fromkeys(
+        ("loading", "compiling", "warming up", "training", "waiting", "saving", "checking", "between"), 0.0
+    )
     for span in spans:
         totals[span.phase] += span.seconds
-    totals["saving"] = min(saving_seconds, totals["training"])
-    totals["training"] -= totals["saving"]
+    training = [span for span in spans if span.phase == "training"]
+    parts = {"saving": saving_seconds, "waiting": waiting_seconds}
+    for phase in ("compiling", "warming up"):
+        parts[phase] = within(training, [span for span in drafter if span.phase == phase])
+    for part, seconds in parts.items():
+        taken = min(seconds, totals["training"])
+        totals[part] += taken
+        totals["training"] -= taken
     pairs = itertools.pairwise(spans)
     totals["between"] = sum(max(0.0, after.start - before.end) for before, after in pairs)
     return [(what, seconds) for what, seconds in totals.items() if seconds > 0]
