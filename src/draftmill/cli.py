@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftmill import __version__
+from draftmill import __version__, cli_runs
 from draftmill.errors import UserError
 
 app = typer.Typer(
@@ -124,11 +124,14 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
     device: Annotated[str, typer.Option(help="h200, b200, h100, a100-80, a100-40 or rtx4090.")] = "h200",
     gpus: Annotated[int | None, typer.Option(help="How many. Default: those that devices names, or one.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure both sides on this machine's first GPU, or its CPU.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """What a run would cost, before it starts and without a GPU: time, memory, disk, and what bounds it.
 
-    All of it is estimated; what the numbers rest on is printed. Exit code 1: the run would not work, and why.
+    Estimated or measured: what the numbers rest on is printed. Exit code 1: the run would not work, and why.
     """
     from rich.console import Console
 
@@ -136,7 +139,7 @@ def plan(
     from draftmill.run.plan import make_plan
     from draftmill.run.plan_table import print_plan
 
-    made = make_plan(load_run_config(config, overrides or []), device, gpus)
+    made = make_plan(load_run_config(config, overrides or []), device, gpus, measured=measure)
     if as_json:
         print(json.dumps(made.to_dict()))
     else:
@@ -164,12 +167,25 @@ def train(
     config: Annotated[Path, typer.Argument(help="Run config, YAML.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="E.g. train.lr=3e-4")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last complete checkpoint.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="The whole way with two steps: load, train, save, decode, export.")
+    ] = False,
 ) -> None:
     """Train a drafter. Ctrl-C saves and stops; --resume goes on exactly where it was.
 
     The resolved config is printed and stored in the run folder. docs/configuration.md lists every key.
+    A dry run leaves the run folder alone; exit code 1 if one of its stages failed.
     """
     from draftmill.config import load_run_config
+
+    if dry:
+        from rich.console import Console
+
+        from draftmill.run.dry_run import dry_run
+
+        if resume:
+            raise UserError("--dry-run begins anew, whatever the run folder holds; leave out --resume")
+        raise typer.Exit(dry_run(load_run_config(config, overrides or []), Console()))
     from draftmill.run.train import train as run
 
     raise typer.Exit(run(load_run_config(config, overrides or []), resume=resume))
@@ -252,58 +268,8 @@ def export(
         )
 
 
-@app.command()
-def status(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-    wait: Annotated[
-        str | None, typer.Option("--wait", metavar="PHASE", help="First wait until the run is in this phase, or ends.")
-    ] = None,
-) -> None:
-    """Where a run is: phase, step, loss, τ, speed, time left. Works on live, finished and dead runs, from files alone.
-
-    Exit code 0: running or finished, 3: stopped, 4: failed or died.
-    """
-    import time
-
-    from rich.console import Console
-
-    from draftmill.run.status import EXIT_CODES, read_status, table, wait_for_phase
-
-    values = read_status(run) if wait is None else wait_for_phase(run, wait)
-    if as_json:
-        print(json.dumps(values))
-    else:
-        Console().print(table(values, time.time()))
-    raise typer.Exit(EXIT_CODES[values["state"]])
-
-
-@app.command()
-def watch(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """The status of a run, live, with its curves. Ctrl-C leaves the run alone.
-
-    Ends when the run ends, with the exit code of `status`.
-    """
-    from draftmill.run.watch import watch as live
-
-    raise typer.Exit(live(run))
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are put side by side.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Page to write. Default: report.html in the run's folder; for several, in the current one."),
-    ] = None,
-) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, acceptance by slot, evaluation, time, config.
-
-    Works on live, finished and dead runs, from files alone. The page needs no network and no other file.
-    """
-    from draftmill.run.report import report as write
-
-    print(f"wrote {write(runs, output)}")
+for _command in cli_runs.COMMANDS:
+    app.command()(_command)
 
 
 def main() -> None:

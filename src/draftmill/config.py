@@ -64,6 +64,48 @@ def _devices(item: Any) -> list[str]:
     return [name] * (int(count) if times else 1)
 
 
+class WandbConfig(BaseModel):
+    """Weights & Biases. Its environment variables hold too: WANDB_MODE, WANDB_API_KEY, WANDB_BASE_URL and others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    project: str | None = Field(
+        None,
+        min_length=1,
+        description="wandb project that the run is copied to while it goes. Needs `pip install 'draftmill[wandb]'`. "
+        "Left out: nothing is sent. See [tracking.md](tracking.md).",
+    )
+    entity: str | None = Field(None, description="User or team that owns the project. Left out: wandb's own default.")
+    name: str | None = Field(None, description="Name of the run there. Left out: that of the run's folder.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.project is None and (self.entity or self.name):
+            raise ValueError("tracking.wandb without a project sends nothing; name one: tracking.wandb.project=NAME")
+        return self
+
+
+class TrackingConfig(BaseModel):
+    """Who else is told how the run goes. The run's own files and TensorBoard's are always written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)  # type: ignore[arg-type]
+    prometheus_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port on which Prometheus gets the numbers of `draftmill status` while the run goes. Needs "
+        "`pip install 'draftmill[prometheus]'`. Left out: none.",
+    )
+    prometheus_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address on which that port is open. The default answers this machine only; 0.0.0.0 answers "
+        "everybody who can reach it, without a password.",
+    )
+
+
 class RunConfig(BaseModel):
     """Everything about a run. Paths are relative to the folder the command is given in."""
 
@@ -104,6 +146,7 @@ class RunConfig(BaseModel):
     target: TargetConfig
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)  # type: ignore[arg-type]
     train: TrainConfig = Field(default_factory=TrainConfig)  # type: ignore[arg-type]
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)  # type: ignore[arg-type]
 
     @property
     def anchors(self) -> int:

@@ -102,7 +102,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from mill import SHARED, STEPS, Mill, Run, assert_each_batch_once, assert_same, split
+from mill import BATCHES_PER_STEP, SHARED, STEPS, Mill, Run, assert_each_batch_once, assert_same, split
 from run_helpers import metrics, wait_for
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +27,8 @@ from draftmill.data.config import PrepareConfig
 from draftmill.data.plan import BatchPlan
 from draftmill.data.prepare import prepare
 from draftmill.data.prepared import DOCUMENTS_FILE, PreparedSet
+from draftmill.run.events import tail
+from draftmill.run.status import read_status
 from draftmill.train.checkpoint import find_latest
 
 pytestmark = pytest.mark.slow
@@ -79,8 +85,13 @@ def test_a_killed_target_and_then_a_killed_drafter_change_nothing(mill: Mill, un
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     own = [event["text"] for event in events if event["kind"] == "phase" and "worker" not in event]
     assert own == ["loading", "training", "finished"]
-    phases = [event["text"] for event in events if event["kind"] == "phase" and event.get("worker") == "target-0"]
-    assert [text for text in phases if text != "starting"] == ["loading", "working"] * 2, "it was started anew"
+    of_target = [event for event in events if event["kind"] == "phase" and event.get("worker") == "target-0"]
+    assert len({event["pid"] for event in of_target}) == 2, "it was started anew"
+    assert {"loading", "warming up"} <= {event["text"] for event in of_target}
+    restarts = [(event["worker"], event["reason"]) for event in events if event["kind"] == "restart"]
+    assert [worker for worker, _ in restarts] == ["target-0", "drafter-0"]
+    assert all("killed by SIGKILL" in reason for _, reason in restarts)
+    assert not (run.folder / "stacks").exists(), "nobody was asked for its stacks"
     told = [event["text"] for event in events if event["kind"] in ("warning", "rewound")]
     assert any("target-0 ended (killed by SIGKILL" in text for text in told)
     assert any(re.match(r"back to the checkpoint of step (10|15|20)$", text) for text in told)
@@ -93,7 +104,7 @@ def test_a_killed_and_a_silent_target_and_a_killed_rank_change_nothing(mill: Mil
     run.worker("target-1").kill()
     run.await_rows(5)
     run.worker("target-0").suspend()
-    run.await_said(r"target-0 has been silent for \d+ s \(last phase: working\) and is killed")
+    run.await_said(r"target-0 has been silent for \d+ s \(last phase: (working|waiting for a slot)\) and is killed")
     run.await_rows(8)
     run.worker("drafter-1").kill()
     run.await_said(r"it goes on from step (5|10|15|20)")
@@ -119,7 +130,7 @@ def test_everything_ends_with_a_killed_supervisor_and_goes_on(mill: Mill, undist
 
 def test_a_late_result_is_dropped(mill: Mill, undisturbed: Run) -> None:
     run = mill.start("late", *split(2, 1), "handoff.lease_seconds=20", "handoff.slots=64")  # never full
-    run.await_that(lambda: run.phase("target-0") == "working" and run.phase("target-1") in ("loading", "working"))
+    run.await_that(lambda: run.phase("target-0") == "working" and run.phase("target-1") not in (None, "starting"))
     with suspended(run.worker("target-0")):  # the other is soon there: a busy machine takes long to start a process
         run.await_said(r"target-0 has been silent for 20 s; batch \d+ goes to another target")
         run.await_rows(1)
@@ -129,6 +140,122 @@ def test_a_late_result_is_dropped(mill: Mill, undisturbed: Run) -> None:
     late = int(re.findall(r"target-0 has been silent for 20 s; batch (\d+) goes", run.said)[0])
     assert [entry["target"] for entry in ledger(run) if entry.get("trained") == late] == ["target-1"]
     assert metrics(run.folder)[-1]["waits"]["slots_in_use"] == 0  # the slot was blocked until the late result came
+
+
+# --- stalled, starved
+
+
+ENDLESS = ("train.max_steps=1000000", "train.epochs=1000000", "train.save_every=1000000")
+
+
+def said_of(run: Run, kind: str, worker: str) -> list[dict[str, Any]]:
+    return [
+        event for event in tail(run.folder / "events.jsonl") if (event["kind"], event.get("worker")) == (kind, worker)
+    ]
+
+
+def entry(run: Run, worker: str) -> dict[str, Any]:
+    return dict(run.status()["workers"][worker])
+
+
+def assert_interrupted_in_time(run: Run) -> None:
+    """Within 30 seconds, with a checkpoint, and each batch up to it trained once."""
+    run.interrupt()
+    assert run.end(30) == 130, run.said
+    step = saved_step(run)
+    assert step == run.status()["step"]
+    assert step > 0
+    assert_each_batch_once(run, step * BATCHES_PER_STEP)
+
+
+@contextlib.contextmanager
+def slowed(*processes: psutil.Process) -> Iterator[None]:
+    """They get a fifth of the time."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            with suspended(*processes):
+                time.sleep(0.8)
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_who_is_stopped_starved_or_slow_is_named(mill: Mill) -> None:
+    run = mill.start("named", *split(2, 2), *ENDLESS, "handoff.lease_seconds=600")
+    run.await_rows(20)
+    names = ("target-0", "target-1", "drafter-0", "drafter-1")
+    processes = {name: run.worker(name) for name in names}
+    run.await_that(lambda: all(entry(run, name)["phase"] in ("working", "waiting for a slot") for name in names))
+
+    def stalled(name: str) -> str | None:
+        found: str | None = entry(run, name)["stalled"]
+        return found
+
+    # a stopped target
+    with suspended(processes["target-1"]):
+        run.await_that(lambda: stalled("target-1") is not None)
+        assert f"stopped by a signal; `kill -CONT {processes['target-1'].pid}` continues it" in str(stalled("target-1"))
+        assert stalled("target-0") is None
+        (event,) = said_of(run, "stalled", "target-1")
+        stacks = (run.folder / event["stacks"]).read_text()
+        assert "state T" in stacks, "all that can be known of it"
+    run.await_that(lambda: bool(said_of(run, "moving", "target-1")))
+    run.await_that(lambda: stalled("target-1") is None)
+
+    # a stopped rank: the other one hangs in the all-reduce, and the targets have nowhere to put their states
+    with suspended(processes["drafter-1"]):
+        run.await_that(lambda: stalled("drafter-1") is not None)
+        assert "drafter-0 waits for it in all-reduce" in str(stalled("drafter-1"))
+        run.await_that(lambda: entry(run, "drafter-0")["phase"] == "all-reduce")
+        run.await_that(lambda: entry(run, "target-0")["phase"] == "waiting for a slot")
+        assert entry(run, "drafter-0")["doing"] == "waits for drafter-1"
+        assert stalled("drafter-0") is None
+        assert stalled("target-0") is None
+        assert "drafter-1" in str(read_status(run.folder)["held_back_by"])
+        before = run.status()["updated"]
+        run.await_that(lambda: run.status()["updated"] > before + 1)  # the file is right also while nothing happens
+    run.await_that(lambda: stalled("drafter-1") is None)
+
+    # no target: the drafters wait and say for what
+    with suspended(processes["target-0"], processes["target-1"]):
+        run.await_that(lambda: entry(run, "drafter-0")["phase"] == "waiting for a batch")
+        assert entry(run, "drafter-0")["doing"].startswith("batch ")
+        run.await_that(lambda: stalled("target-0") is not None and stalled("target-1") is not None)
+        assert stalled("drafter-0") is None
+    run.await_that(lambda: stalled("target-0") is None and stalled("target-1") is None)
+
+    # slow ones: the other side waits
+    with slowed(processes["target-0"], processes["target-1"]):
+        run.await_that(lambda: str(read_status(run.folder)["held_back_by"]).startswith("the targets: drafters wait"))
+    with slowed(processes["drafter-0"], processes["drafter-1"]):
+        run.await_that(lambda: str(read_status(run.folder)["held_back_by"]).startswith("the drafter: targets wait"))
+    assert_interrupted_in_time(run)
+    assert run.status()["restarts"] == 0
+
+
+def test_a_run_in_one_process_says_what_it_does_and_ends_in_time(mill: Mill) -> None:
+    run = mill.start("one-process", *ENDLESS)
+    run.await_rows(10)
+    run.await_that(lambda: entry(run, "main")["phase"] == "working")
+    seen = set()
+
+    def seen_anew() -> bool:
+        seen.add(entry(run, "main")["doing"])
+        return len(seen) >= 3
+
+    run.await_that(seen_anew)
+    assert all(re.match(r"(batch|step) \d+$", doing) for doing in seen)
+    assert time.time() - entry(run, "main")["moved"] < 5
+    assert entry(run, "main")["pid"] == run.process.pid
+    assert_interrupted_in_time(run)
 
 
 # --- broken
@@ -258,6 +385,40 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(mill: Mill, undisturbed: Run
     assert again.status()["phase"] == "stopped"
     assert saved_step(again) >= step
     assert_same(mill.train("interrupted", *split(2, 1), "--resume"), undisturbed)
+
+
+def test_other_commands_end_in_time_too(
+    undisturbed: Run, tiny_target: Path, conversations: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C in the middle of their work."""
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(3000)))
+    answers, prepared = tmp_path / "answers.jsonl", tmp_path / "prepared"
+    large = tmp_path / "large.jsonl"
+    large.write_text(conversations.read_text() * 3000)
+
+    def answered() -> bool:
+        return answers.exists() and answers.stat().st_size > 0
+
+    for command, begun in (
+        (("regenerate", many, "--model", tiny_target, "--output", answers, "--device", "cpu"), answered),
+        (("prepare", large, "--model", tiny_target, "--output", prepared, "--workers", 2), large.exists),
+        (("evaluate", undisturbed.folder, "--prompts", many, "--device", "cpu"), answered),
+    ):
+        errors = tmp_path / f"{command[0]}.err"
+        with errors.open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "draftmill", *map(str, command)],
+                stdout=subprocess.DEVNULL, stderr=err, text=True, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        run = Run(tmp_path, process, errors)
+        try:
+            run.await_that(lambda run=run, begun=begun: begun() and cpu_seconds(run.processes()) > 8)
+            run.interrupt()
+            assert run.end(30) == 130, run.said
+        finally:
+            run.kill_all()
 
 
 # --- load

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from run_helpers import Cli, metrics
 
+from draftmill.run.events import tail
+
 STEPS = 24  # of one batch each; an epoch has about 20
 
 
@@ -48,9 +50,11 @@ def test_a_damaged_file_is_made_again_and_a_lost_target_is_loaded_after_all(cli:
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    second = cli.train("second", f"cache={states}")
+    second = cli.train("second", f"cache={states}", "devices.targets=cpu", "devices.drafters=cpu")
     assert second.returncode == 0, second.stderr
     assert f"{damaged} cannot be used" in second.stderr
+    warned = [event["text"] for event in tail(cli.folder / "second" / "events.jsonl") if event["kind"] == "warning"]
+    assert len([text for text in warned if f"{damaged} cannot be used" in text]) == 1  # though a worker said it
     assert "the target is loaded after all" in second.stderr
     assert weights_of(cli.folder / "second") == weights_of(cli.folder / "first")
     assert damaged.exists()

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from draftmill.run import regenerate
 from draftmill.target.generate import Answer
 
-COMMANDS = ["prepare", "regenerate", "plan", "doctor", "train", "evaluate", "export", "status", "watch", "report"]
+COMMANDS = ["prepare", "regenerate", "plan", "doctor", "train", "evaluate", "export", "status", "watch",
+            "profile", "report"]  # fmt: skip
 
 
 def draftmill(*arguments: str) -> subprocess.CompletedProcess[str]:

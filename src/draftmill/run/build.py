@@ -16,7 +16,7 @@ from draftmill.drafter.config import DrafterSpec
 from draftmill.drafter.model import Drafter
 from draftmill.errors import UserError
 from draftmill.run.console import say
-from draftmill.run.job import plain_because
+from draftmill.run.job import check_fp8, plain_because
 from draftmill.run.placement import Placement, default_slots, settle
 from draftmill.run.resolve import check_tokenizer, resolve_mask_token, resolve_spec
 from draftmill.run.split import explain, measure, share_out
@@ -66,7 +66,9 @@ def build(config: RunConfig) -> Built:
 
 
 def check_kernels(config: RunConfig, spec: DrafterSpec, placement: Placement) -> None:
-    """Say it where a GPU would compute the slow step although the fast one was asked for."""
+    """Say it where a GPU would compute the slow step although the fast one was asked for. UserError where what was
+    asked for is not possible."""
+    check_fp8(config, spec, placement.drafters[0])
     if not placement.drafters[0].startswith("cuda") or config.train.kernels == "plain":
         return
     if reason := plain_because(config, spec):

@@ -88,7 +88,7 @@ def examine_config(path: Path, overrides: list[str]) -> Iterator[Finding]:
     """The config, then all that `train` would settle before it loads a weight, then room."""
     from draftmill.config import load_run_config
     from draftmill.errors import UserError
-    from draftmill.run import doctor_checks, doctor_room, doctor_target
+    from draftmill.run import doctor_checks, doctor_ports, doctor_room, doctor_speed, doctor_target
 
     try:
         config = load_run_config(path, overrides)
@@ -106,8 +106,10 @@ def examine_config(path: Path, overrides: list[str]) -> Iterator[Finding]:
         finding, target_bytes = doctor_target.weights(config, parts.target, needed=not cache.complete)
         yield finding
         yield from doctor_target.recurrent_layers(config, parts)
+        yield from doctor_speed.layer_speed(config, parts)
     if parts.built is not None:
         yield from doctor_room.room(config, parts, 0 if cache.complete else target_bytes, cache.missing_bytes)
+    yield from doctor_ports.network(config, parts.placement)
     yield doctor_checks.run_folder(config, parts.built)
 
 

@@ -182,6 +182,7 @@ class Room:
             context_rows=self.config.data.token_budget,
             anchors=self.config.anchors,
             tied=self.tied,
+            fp8=self.config.train.fp8,
         )
         also = _sum(beside)
         if groups is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from draftmill.errors import UserError
 from draftmill.handoff.shared import RingShape
+from draftmill.run.console import say
 from draftmill.run.drafter_worker import DrafterJob, DrafterWorker
+from draftmill.run.events import EventLog
 from draftmill.run.launch_local import Worker
 from draftmill.run.messages import Ended
 from draftmill.train.checkpoint import find_latest
@@ -20,7 +21,7 @@ MAX_RESTARTS = 3  # in a row, without a checkpoint in between
 class DrafterGroup:
     """generation: how often the group was started. handles: of slots in device memory, by worker."""
 
-    def __init__(self, jobs: list[DrafterJob], say: Callable[[str], None]) -> None:
+    def __init__(self, jobs: list[DrafterJob], events: EventLog, stacks_folder: Path) -> None:
         self.jobs = jobs
         self.generation = 0
         self.restarts = 0
@@ -29,7 +30,7 @@ class DrafterGroup:
         self.ended: dict[str, Ended] = {}
         self._left: set[str] = set()  # said Ended and went
         self._in_a_row = 0
-        self._say = say
+        self._events, self._stacks_folder = events, stacks_folder
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +65,7 @@ class DrafterGroup:
         rendezvous = self.jobs[0].rendezvous.with_name(f"rendezvous-{self.generation}")
         rendezvous.unlink(missing_ok=True)
         jobs = [replace(job, rendezvous=rendezvous) for job in self.jobs]
-        self.workers = [Worker(job.name, DrafterWorker, job) for job in jobs]
+        self.workers = [Worker(job.name, DrafterWorker, job, self._stacks_folder) for job in jobs]
 
     def restart(self, reason: str) -> int:
         """Kill what is left, start from the last checkpoint, return its step. UserError when it is no use."""
@@ -73,7 +74,7 @@ class DrafterGroup:
         if broken is not None and broken.user_error:
             raise UserError(broken.reason)
         if broken is not None:
-            self._say(broken.traceback.rstrip())
+            say(broken.traceback.rstrip())
         self._in_a_row += 1
         self.restarts += 1
         if self._in_a_row > MAX_RESTARTS:
@@ -83,6 +84,8 @@ class DrafterGroup:
         latest, _ = find_latest(self.checkpoints)
         self.jobs = [replace(job, checkpoint=latest) for job in self.jobs]
         self.start()
+        for job in self.jobs:
+            self._events.add("restart", f"{job.name} starts anew: {reason}", worker=job.name, reason=reason)
         return self.start_step
 
     def has(self, worker: Worker) -> bool:

@@ -11,9 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftmill.run.console import say
-
-WARNING = "warning: "
 TAIL_BYTES = 1 << 18
 
 
@@ -24,15 +21,12 @@ class EventLog:
         self._path = path
 
     def add(self, kind: str, text: str, **details: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 3), "kind": kind, "text": text, **details}) + "\n"
+        line = json.dumps({"time": round(time.time(), 6), "kind": kind, "text": text, **details}) + "\n"
         with self._path.open("a") as file:
             file.write(line)
 
-    def say(self, text: str) -> None:
-        """Print it; a warning is an event too."""
-        say(text)
-        if text.startswith(WARNING):
-            self.add("warning", text.removeprefix(WARNING))
+    def warning(self, text: str) -> None:
+        self.add("warning", text)
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from draftmill.run.messages import Checked, TargetFacts
 class Hooks:
     """What the supervisor tells the run. log: rank 0's values of an interval and the waits in it. saved: a step's
     checkpoint, and the seconds it took. target_loaded: may
-    raise, for another target than before. rewound: to a step, after the drafters were lost. changed: who does what."""
+    raise, for another target than before. rewound: to a step, after the drafters were lost. changed: who does what, for
+    the status file. happened: an event, by kind, text and details."""
 
     log: Callable[[dict[str, Any]], None]
     saved: Callable[[int, float], None]
@@ -24,3 +25,4 @@ class Hooks:
     began: Callable[[], None]
     checking: Callable[[], None]
     say: Callable[[str], None]
+    happened: Callable[..., None]

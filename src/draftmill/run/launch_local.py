@@ -10,17 +10,23 @@ import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
+from draftmill.run import stacks
 from draftmill.run.link import ASKING, Link, work
-from draftmill.run.messages import Beat, Broken, Phase
+from draftmill.run.messages import Beat, Broken
+from draftmill.run.stalls import Observed
 
 NAME = "draftmill "  # of every worker process, before its own
+NOT_HEARD = Beat("starting", 0.0, "starting", None, 0.0, 0.0, None, 0.0, 0.0, 0.0)
 _spawned = multiprocessing.get_context("spawn")  # never forked: CUDA and threads do not survive a fork
 
 
 class Body(Protocol):
-    """A worker's work: made in its own process from the link and its job."""
+    """A worker's work: made in its own process from the link and its job. first: see `Activity`."""
+
+    first: str
 
     def __init__(self, link: Link, job: Any) -> None: ...
 
@@ -28,17 +34,21 @@ class Body(Protocol):
 
 
 class Worker:
-    """A process, its line, and what it said last. Times are of `time.monotonic`."""
+    """A process, its line, and what it said last. Times are of `time.monotonic`.
 
-    def __init__(self, name: str, body: type[Body], job: Any) -> None:
-        self.name = name
-        self.phase, self.since = "starting", time.monotonic()
-        self.beat = Beat(0, 0.0, 0.0)
-        self.heard = self.moved = time.monotonic()
-        self.has_spoken = False
+    stacks: the folder for its stacks. news: whether its phase has changed since `take_news` was called.
+    """
+
+    def __init__(self, name: str, body: type[Body], job: Any, stacks_folder: Path) -> None:
+        self.name, self.device = name, str(job.device)
+        self.beat = NOT_HEARD
+        self.heard = time.monotonic()
+        self.has_spoken, self._news = False, True
         self.broken: Broken | None = None
+        self.stacks = stacks.new_file(stacks_folder, name)
         self.connection, theirs = _spawned.Pipe()
-        self.process = _spawned.Process(target=_main, args=(theirs, os.getpid(), body, job), name=NAME + name)
+        arguments = (theirs, os.getpid(), self.stacks, body, job)
+        self.process = _spawned.Process(target=_main, args=arguments, name=NAME + name)
         with _undisturbed():
             self.process.start()
         theirs.close()
@@ -68,10 +78,25 @@ class Worker:
         self.connection.close()
         self.process.close()
 
-    def state(self) -> dict[str, Any]:
-        """For the status file: its phase, since when (seconds since 1970), and its process."""
-        since = time.time() - (time.monotonic() - self.since)
-        return {"phase": self.phase, "since": round(since, 3), "pid": self.process.pid}
+    @property
+    def phase(self) -> str:
+        return self.beat.phase
+
+    def observed(self, now: float) -> Observed:
+        return Observed(
+            name=self.name,
+            pid=int(self.process.pid or 0),
+            device=self.device,
+            beat=self.beat,
+            silent=now - self.heard,
+            answers=self.has_spoken,
+            stacks=self.stacks,
+        )
+
+    def take_news(self) -> bool:
+        """Whether its phase has changed since the last call."""
+        news, self._news = self._news, False
+        return news
 
     def end(self) -> str:
         """Why a dead worker died, in words."""
@@ -84,12 +109,9 @@ class Worker:
         return f"killed by {signal.Signals(-code).name}{hint}"
 
     def _note(self, message: Any) -> None:
-        now = time.monotonic()
-        self.heard, self.has_spoken = now, True
-        if isinstance(message, Phase):
-            self.phase, self.since, self.moved = message.name, now, now
-        elif isinstance(message, Beat):
-            self.moved = now if message.progress != self.beat.progress else self.moved
+        self.heard, self.has_spoken = time.monotonic(), True
+        if isinstance(message, Beat):
+            self._news = self._news or message.phase != self.beat.phase
             self.beat = message
         elif isinstance(message, Broken):
             self.broken = message
@@ -114,5 +136,5 @@ def kill_strays() -> None:
             process.join()
 
 
-def _main(connection: Connection, supervisor: int, body: type[Body], job: Any) -> None:
-    work(connection, supervisor, lambda link: body(link, job).run())
+def _main(connection: Connection, supervisor: int, stacks_file: Path, body: type[Body], job: Any) -> None:
+    work(connection, supervisor, stacks_file, body.first, lambda link: body(link, job).run())

@@ -12,10 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from draftmill.errors import UserError
-from draftmill.run.messages import Beat, Broken, Phase
+from draftmill.run import stacks
+from draftmill.run.activity import Activity
+from draftmill.run.compiles import Compiles, listen
+from draftmill.run.console import relay
+from draftmill.run.messages import Broken, Note, Recompiled
 
 BEAT_SECONDS = 1.0
 ASKING = (signal.SIGINT, signal.SIGTERM)  # signals that ask a run to end
@@ -27,67 +32,67 @@ class SupervisorGone(BaseException):
 
 
 class Link:
-    """send and receive; a thread of its own says every second that the worker lives."""
+    """send and receive; a thread of its own says every second that the worker lives, and what it does.
 
-    def __init__(self, connection: Connection) -> None:
+    first: see `Activity`.
+    """
+
+    def __init__(self, connection: Connection, first: str) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._progress, self._busy, self._waiting = 0, 0.0, 0.0
-        self._asleep_since: float | None = None
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        self.activity = Activity(first, self._beat)
+        self._beat()
+        threading.Thread(target=self._beat_on, daemon=True, name="heartbeat").start()
 
     def send(self, message: Any) -> None:
         with self._sending:
-            try:
-                self._connection.send(message)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise SupervisorGone from error
+            self._send(message)
 
-    def receive(self, *, idle: bool = False) -> Any:
-        """The next message; sleeps until there is one. idle: the time counts as waiting for work."""
+    def receive(self) -> Any:
+        """The next message; sleeps until there is one."""
         try:
-            if idle:
-                self._asleep_since = time.monotonic()
             return self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
             raise SupervisorGone from error
-        finally:
-            if self._asleep_since is not None:
-                self._waiting += time.monotonic() - self._asleep_since
-                self._asleep_since = None
 
     def pending(self) -> bool:
         """Whether `receive` would return at once."""
         return self._connection.poll()
 
-    def phase(self, name: str) -> None:
-        self.send(Phase(name))
-
-    def moved(self, seconds: float = 0.0) -> None:
-        """Something was done. seconds: of work in steady state."""
-        self._progress += 1
-        self._busy += seconds
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise SupervisorGone from error
 
     def _beat(self) -> None:
+        with self._sending:  # two threads beat: what is said later must also arrive later
+            self._send(self.activity.beat())
+
+    def _beat_on(self) -> None:
         while True:
             time.sleep(BEAT_SECONDS)
             try:
-                self.send(Beat(self._progress, self._busy, self._total_waiting()))
+                self._beat()
             except (SupervisorGone, OSError):
                 return
 
-    def _total_waiting(self) -> float:
-        since = self._asleep_since
-        return self._waiting + (0.0 if since is None else time.monotonic() - since)
+
+def report_compiles(link: Link, device: str) -> None:
+    """From now on, in this process."""
+    if device.startswith("cuda"):
+        listen(Compiles(link.activity, lambda what: link.send(Recompiled(what))))
 
 
-def work(connection: Connection, supervisor: int, body: Callable[[Link], None]) -> None:
+def work(connection: Connection, supervisor: int, stacks_file: Path, first: str, body: Callable[[Link], None]) -> None:
     """Run a worker's `body` with its link; report how it broke, if it did. Every worker process begins here."""
     die_with(supervisor)
+    stacks.answer_in(stacks_file)
     for kind in ASKING:  # Ctrl-C reaches all processes of a terminal; the supervisor decides
         signal.signal(kind, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-    link = Link(connection)
+    link = Link(connection, first)
+    relay(lambda text: link.send(Note(text)))
     try:
         body(link)
         _leave(0)

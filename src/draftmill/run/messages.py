@@ -67,6 +67,14 @@ class Stop:
     check: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Record the next `steps` optimizer steps, or batches of a target, for `draftmill profile`; into `folder`."""
+
+    folder: str
+    steps: int
+
+
 # --- from a worker
 
 
@@ -83,19 +91,32 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """What the worker does from now on."""
+class Beat:
+    """A sign of life, once a second and at each change of phase that is rare: what the worker does. Times in seconds.
 
-    name: str
+    phase: since `in_phase`. activity, what: a piece of work, such as "forward" of "batch 812"; or the phase again, and
+    how far. still: since the last progress in it; None while it only waits to be given work. moved: since the last
+    progress of any kind. usual, longest: how long the activity took before in this process; None, 0 if never. waited:
+    so far for a slot or a batch, in `steady` seconds since the first batch.
+    """
+
+    phase: str
+    in_phase: float
+    activity: str
+    what: str | None
+    still: float | None
+    moved: float
+    usual: float | None
+    longest: float
+    waited: float
+    steady: float
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life. progress: a counter that moves with the work. busy, waiting: seconds so far in steady state."""
+class Recompiled:
+    """A kernel was compiled after the first batch. what: which, and why."""
 
-    progress: int
-    busy: float
-    waiting: float
+    what: str
 
 
 @dataclass(frozen=True, slots=True)

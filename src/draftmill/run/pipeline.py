@@ -10,7 +10,9 @@ from draftmill.errors import UserError
 from draftmill.handoff.device import reachable
 from draftmill.handoff.matrices import SharedMatrices
 from draftmill.handoff.shared import RingShape, SharedRing, check_room
+from draftmill.run import stacks
 from draftmill.run.build import identity
+from draftmill.run.console import say
 from draftmill.run.coordinator import Coordinator
 from draftmill.run.drafter_worker import DrafterJob
 from draftmill.run.drafters import DrafterGroup
@@ -18,7 +20,9 @@ from draftmill.run.hooks import Hooks
 from draftmill.run.ledger import Ledger
 from draftmill.run.messages import Checked, TargetFacts
 from draftmill.run.placement import available_memory, threads_per_process
+from draftmill.run.profiling import Requests
 from draftmill.run.session import Outcome, Session, in_plain_words
+from draftmill.run.stalls import Stalls
 from draftmill.run.supervisor import Supervisor
 from draftmill.run.target_worker import TargetJob
 from draftmill.run.targets import TargetGroup
@@ -32,13 +36,16 @@ def run_pipeline(session: Session) -> Outcome:
     matrices = None if built.placement.inline else _make_matrices(session)
     session.write_record()
     session.status.phase("loading")
+    stacks.answer_in(stacks.new_file(session.folder.root / "stacks", "supervisor"))
     scene = _Scene(session)
     steps = config.train.accumulation
     try:
         with session.stop.on_signals(), in_plain_words(session.folder):
             ended = Supervisor(
                 targets=_targets(session, ring, matrices),
-                drafters=DrafterGroup(_drafter_jobs(session, ring, matrices), session.events.say),
+                drafters=DrafterGroup(
+                    _drafter_jobs(session, ring, matrices), session.events, session.folder.root / "stacks"
+                ),
                 coordinator=_coordinator(session),
                 ledger=Ledger(session.folder.ledger, session.start_step * steps),
                 batches_per_step=steps,
@@ -47,10 +54,14 @@ def run_pipeline(session: Session) -> Outcome:
                 check=config.decode_check_prompts > 0,
                 asked_to_stop=session.stop,
                 interrupted=lambda: session.stop.exit_code != 0,
+                stalls=Stalls(session.folder.root, session.events, config.target.model, config.handoff.hang_seconds),
                 hooks=scene.hooks(),
+                requests=Requests(session.folder),
             ).run()
     finally:
         scene.close()
+        stacks.stop_answering()
+        stacks.sweep(session.folder.root / "stacks")
     return Outcome(ended.step, ended.finished)
 
 
@@ -72,7 +83,8 @@ class _Scene:
             checked=self._checked,
             began=self._began,
             checking=lambda: self.session.status.phase("checking"),
-            say=self.session.events.say,
+            say=say,
+            happened=self.session.events.add,
         )
 
     def close(self) -> None:
@@ -115,9 +127,7 @@ class _Scene:
 
     def _checked(self, result: Checked | None) -> None:
         if result is None:
-            self.session.events.say(
-                "warning: the decode check was left out: the run was interrupted, or the target's process ended"
-            )
+            say("warning: the decode check was left out: the run was interrupted, or the target's process ended")
         else:
             self.session.checked(result)
 
@@ -185,7 +195,8 @@ def _targets(
     common = {**_common(session), "targets": len(devices), "ring": ring, "matrices": matrices}
     return TargetGroup(
         [TargetJob(name=f"target-{n}", device=device, **common) for n, device in enumerate(devices)],
-        session.events.say,
+        session.events,
+        session.folder.root / "stacks",
     )
 
 

@@ -44,6 +44,10 @@ SECTIONS = {
     "target": ("target", "The model that is to be served faster. It is never changed."),
     "drafter": ("drafter", "The model that is trained. The words are explained in [concepts.md](concepts.md)."),
     "train": ("train", "How it is trained. Everything here has a default."),
+    "tracking": (
+        "tracking",
+        "Who else is told how the run goes, beside the run's folder. See [tracking.md](tracking.md).",
+    ),
 }
 PLAIN_NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "integer", float: "number", Path: "path"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -65,8 +69,20 @@ def _model_of(prefix: str) -> type[BaseModel]:
 
 
 def _section(prefix: str, model: type[BaseModel], title: str, about: str) -> str:
-    rows = [_row(prefix, name, info) for name, info in model.model_fields.items() if prefix or name not in SECTIONS]
-    return "\n".join([f"## {title}", "", about, "", HEADER, *rows, ""])
+    return "\n".join([f"## {title}", "", about, "", HEADER, *_rows(prefix, model), ""])
+
+
+def _rows(prefix: str, model: type[BaseModel]) -> list[str]:
+    rows = []
+    for name, info in model.model_fields.items():
+        inner = info.annotation
+        if not prefix and name in SECTIONS:
+            continue
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            rows += _rows(f"{prefix}.{name}", inner)
+        else:
+            rows.append(_row(prefix, name, info))
+    return rows
 
 
 def _row(prefix: str, name: str, info: FieldInfo) -> str:

@@ -19,6 +19,7 @@ from draftmill.run.provenance import provenance
 from draftmill.run.resume import check_same_target
 from draftmill.run.status import StatusWriter
 from draftmill.run.stop import StopRequest
+from draftmill.run.summary import look_back
 from draftmill.run.telemetry import Meter, Telemetry
 from draftmill.train.checkpoint import Checkpoint, find_latest
 from draftmill.train.trainer import DivergedError
@@ -43,6 +44,7 @@ class Session:
     events: EventLog
     checkpoint: Checkpoint | None
     stop: StopRequest
+    trial: bool = False
 
     @property
     def start_step(self) -> int:
@@ -69,12 +71,13 @@ class Session:
         return Telemetry(self.folder, self.status, Meter(self.built.total_steps), step)
 
     def saved(self, step: int, seconds: float) -> None:
+        self.status.saved(seconds)
         self.events.add("checkpoint", f"step {step}, saved in {seconds:.1f} s", step=step, seconds=round(seconds, 3))
 
     def checked(self, result: Checked) -> None:
         """The decode check's outcome, for the status file and the console."""
         self.status.update(decode_check=result.result)
-        self.events.say(result.text)
+        say(result.text)
 
     def conclude(self, outcome: Outcome) -> int:
         """The last lines and the exit code."""
@@ -82,18 +85,23 @@ class Session:
         if outcome.finished:
             assert latest is not None
             self.status.phase("finished", step=latest.step)
-            say(f"finished: drafter at {latest.path}")
-            say(f"next: draftmill evaluate {self.folder.root} --prompts FILE.jsonl")
+            if not self.trial:
+                self._look_back()
+                say(f"finished: drafter at {latest.path}")
+                say(f"next: draftmill evaluate {self.folder.root} --prompts FILE.jsonl")
             return 0
         self.status.phase("stopped", step=outcome.step, reason=self.stop.reason)
+        self._look_back()
         saved = "nothing was trained yet" if latest is None else f"saved in {latest.path}"
         say(f"stopped at step {outcome.step} of {self.built.total_steps}: {self.stop.reason}; {saved}")
         say(f"go on: draftmill train {self.folder.config} --resume")
         if self.stop.exit_code == 0:
-            self.events.say(
-                "warning: the schedule was cut before the learning rate reached its end; the drafter suffers for it"
-            )
+            say("warning: the schedule was cut before the learning rate reached its end; the drafter suffers for it")
         return self.stop.exit_code
+
+    def _look_back(self) -> None:
+        for line in look_back(self.folder):
+            say(line)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,8 +10,10 @@ from draftmill.handoff.interface import Reader, Transfer
 from draftmill.handoff.memory import MemoryRing
 from draftmill.records import HiddenBatch
 from draftmill.run.link import Link
-from draftmill.run.messages import Batch, Begun, MayBegin, Released, Stop
+from draftmill.run.messages import Batch, Begun, MayBegin, Profile, Released, Stop
+from draftmill.run.profiling import Profiler
 from draftmill.run.states import States
+from draftmill.train.parallel import Doing, nobody
 
 
 class InlineSource:
@@ -26,13 +27,15 @@ class InlineSource:
         *,
         may_take: Callable[[int], bool],
         on_release: Callable[[int], None],
+        doing: Doing = nobody,
     ) -> None:
         self._plan, self._states, self._ring = plan, states, ring
-        self._may_take, self._on_release = may_take, on_release
+        self._may_take, self._on_release, self._doing = may_take, on_release, doing
 
     def take(self, index: int) -> HiddenBatch | None:
         if not self._may_take(index):
             return None
+        self._doing("forward", f"batch {index}")
         batch, features = self._plan.batch(index), self._ring.begin(0)
         self._states.get(batch, features)
         return HiddenBatch(batch, features, self._states.fingerprint, self._states.taps)
@@ -44,23 +47,27 @@ class InlineSource:
 class StepGate:
     """Lets an inline rank begin a step only when the supervisor has allowed it to all ranks: so all end at the same."""
 
-    def __init__(self, link: Link, batches_per_step: int) -> None:
-        self._link, self._batches_per_step = link, batches_per_step
+    def __init__(self, link: Link, batches_per_step: int, profiler: Profiler) -> None:
+        self._link, self._batches_per_step, self._profiler = link, batches_per_step, profiler
         self._allowed, self._begun = 0, -1
         self.stop: Stop | None = None
 
     def __call__(self, index: int) -> bool:
         step = index // self._batches_per_step
+        self._profiler.at(step)
         if step > self._begun:
             self._begun = step
             self._link.send(Begun(step))
         while self._link.pending() or (step >= self._allowed and self.stop is None):
-            message = self._link.receive(idle=True)
+            if not self._link.pending():
+                self._link.activity.enter("waiting for a batch", f"leave to begin step {step}")
+            message = self._link.receive()
             if isinstance(message, MayBegin):
                 self._allowed = max(self._allowed, message.steps)
             elif isinstance(message, Stop):
                 self.stop = message
-        self._link.moved()
+            elif isinstance(message, Profile):
+                self._profiler.request(message)
         return step < self._allowed
 
 
@@ -81,26 +88,27 @@ class QueuedSource:
         whole_rounds: bool,
         fingerprint: str,
         taps: tuple[int, ...],
+        profiler: Profiler,
     ) -> None:
-        self._link, self._plan, self._reader = link, plan, reader
+        self._link, self._plan, self._reader, self._profiler = link, plan, reader, profiler
         self._batches_per_step, self._fingerprint, self._taps = batches_per_step, fingerprint, taps
         self._whole_rounds = whole_rounds
         self._announced: dict[int, int] = {}  # index → slot
         self._using: deque[tuple[int, Transfer]] = deque()  # released by the loop, still read by the device
         self._end: int | None = None  # first batch that is not to be trained any more
-        self._taken = 0.0
 
     def take(self, index: int) -> HiddenBatch | None:
+        self._profiler.at(index // self._batches_per_step)
         while index not in self._announced and not self._ended(index):
             if not self._link.pending():
                 self._give_back(all_of_them=True)
-            self._hear(self._link.receive(idle=self._taken > 0))
+                self._link.activity.enter("waiting for a batch", f"batch {index}")
+            self._hear(self._link.receive())
         while self._link.pending():
             self._hear(self._link.receive())
         self._give_back(all_of_them=False)
         if index not in self._announced or (self._ended(index) and not self._whole_rounds):
             return None
-        self._taken = time.perf_counter()
         features = self._reader.features(self._announced[index])
         return HiddenBatch(self._plan.batch(index), features, self._fingerprint, self._taps)
 
@@ -110,7 +118,6 @@ class QueuedSource:
     def release(self, index: int) -> None:
         self._using.append((index, self._reader.done(self._announced.pop(index))))
         self._give_back(all_of_them=False)
-        self._link.moved(time.perf_counter() - self._taken)
 
     def flush(self) -> None:
         """Give back what is still held. At the end of the run."""
@@ -122,12 +129,16 @@ class QueuedSource:
             self._reader.fetch(message.slot)
         elif isinstance(message, Stop):
             self._end = message.steps * self._batches_per_step
+        elif isinstance(message, Profile):
+            self._profiler.request(message)
 
     def _give_back(self, *, all_of_them: bool) -> None:
         while self._using:
             index, transfer = self._using[0]
             if not (all_of_them or transfer.ready()):
                 return
+            if all_of_them:  # the device may still be at it
+                self._link.activity.enter("micro-step", f"batch {index}")
             transfer.wait()
             self._using.popleft()
             self._link.send(Released(index))

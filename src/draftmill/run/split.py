@@ -102,6 +102,8 @@ def measure(config: RunConfig, spec: DrafterSpec, device: str) -> Measured:
 
 
 def _measure(connection: Connection, config: RunConfig, spec: DrafterSpec, device: str) -> None:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     try:
         connection.send(measure_here(config, spec, device))
     except Exception as error:

@@ -14,10 +14,12 @@ from draftmill.data.plan import BatchPlan
 from draftmill.drafter.config import DrafterSpec
 from draftmill.handoff.matrices import is_tied
 from draftmill.records import TokenBatch
+from draftmill.run.activity import Activity
 from draftmill.run.console import say
 from draftmill.target.cache import CacheIdentity, StateCache, open_cache, read_identity, target_files
 from draftmill.target.capture import Target
 from draftmill.target.checks import StateCheck
+from draftmill.target.progress import weights_placed
 from draftmill.target.reuse import ReusedStates
 
 
@@ -91,15 +93,26 @@ class States:
 
 
 def open_states(
-    config: RunConfig, spec: DrafterSpec, plan: BatchPlan, device: str, *, bins: Iterable[int], share: int = 1
+    config: RunConfig,
+    spec: DrafterSpec,
+    plan: BatchPlan,
+    device: str,
+    *,
+    bins: Iterable[int],
+    activity: Activity,
+    share: int = 1,
 ) -> States:
-    """bins: that the run will ask for. share: how many processes divide the memory for reused states."""
+    """bins: that the run will ask for. share: how many processes divide the memory for reused states. activity: is told
+    how far loading has got."""
+    activity.enter("loading")
     reuse = ReusedStates(int(config.target.reuse_states_gb * 1e9 / share))
 
     def load() -> Target:
         say(f"loading target {config.target.model} …")
         started = time.perf_counter()
-        target = Target(config.target, spec.taps, device=device)
+        activity.enter("loading", "the target")
+        with weights_placed(config.target.model, activity.further):
+            target = Target(config.target, spec.taps, device=device)
         say(f"target loaded on {device} in {time.perf_counter() - started:.1f} s; documents kept apart by: "
             f"{target.isolation}")  # fmt: skip
         return target
@@ -149,7 +162,7 @@ def _open(config: RunConfig, identity: CacheIdentity, plan: BatchPlan) -> StateC
         slot_bytes=plan.token_budget * len(identity.taps) * identity.hidden_size * itemsize,
         bins=plan.batches_per_epoch,
         limit_bytes=None if config.cache_gb is None else round(config.cache_gb * 1e9),
-        warn=say,
+        warn=lambda text: say(f"warning: {text}"),
     )
 
 

@@ -31,7 +31,7 @@ from draftmill.run.messages import (
     Matrices,
     MayBegin,
     Note,
-    Phase,
+    Recompiled,
     Released,
     RingReady,
     Rings,
@@ -42,14 +42,15 @@ from draftmill.run.messages import (
     TargetFacts,
     Work,
 )
+from draftmill.run.oversight import Oversight
+from draftmill.run.profiling import Requests, accept, asked
+from draftmill.run.stalls import Stalls
 from draftmill.run.targets import Seat, TargetGroup
-from draftmill.run.waits import Waits
 
 LEASES = 2  # per target: one at work, one that it can begin without asking
 TICK_SECONDS = 0.5  # how late the loop may notice a signal, a pause that is over or a silent worker
 MAX_FAILURES = 3  # of one batch
 STOP_SECONDS = 25.0  # for the drafters to finish their step and save
-QUIET_SECONDS = 300.0  # for a process to import what it needs, or to end: meanwhile it gives no sign of life
 
 
 class Supervisor:
@@ -68,14 +69,20 @@ class Supervisor:
         check: bool,
         asked_to_stop: Callable[[], bool],
         interrupted: Callable[[], bool],
+        stalls: Stalls,
         hooks: Hooks,
+        requests: Requests,
     ) -> None:
         self.targets, self.drafters, self.coordinator, self.ledger = targets, drafters, coordinator, ledger
         self.batches_per_step, self.check = batches_per_step, check
-        self.lease_seconds, self.hang_seconds = lease_seconds, hang_seconds
+        self.lease_seconds = lease_seconds
         self.asked_to_stop, self.interrupted, self.hooks = asked_to_stop, interrupted, hooks
+        self.requests = requests
         self.facts: TargetFacts | None = None  # once embedding and head are in the shared memory
-        self.waits = Waits()
+        self.oversight = Oversight(
+            targets, drafters, coordinator, stalls,
+            lease_seconds=lease_seconds, hang_seconds=hang_seconds, changed=hooks.changed,
+        )  # fmt: skip
         self._facts_of: dict[str, TargetFacts] = {}  # by target
         self._sharing: str | None = None  # the target that writes embedding and head just now
         self._supplied = 0  # generation of drafters that has been told where embedding and head are
@@ -83,7 +90,7 @@ class Supervisor:
         self._stop_by: float | None = None
         self._may_begin = 0
         self._working = False  # the drafters train: before that, a stop has nothing to save
-        self._checked = False
+        self._checking = self._checked = False
 
     def run(self) -> Ended:
         """To the end of the schedule or to a stop. Whatever happens, no process is left."""
@@ -104,17 +111,14 @@ class Supervisor:
         if self.targets is not None:
             self.targets.start_due()
         self._listen()
+        self._pass_on_request()
         self._mind_the_time()
         self._distribute()
 
     # --- listening
 
-    def _workers(self) -> list[Worker]:
-        seats = [] if self.targets is None else self.targets.seats
-        return [seat.worker for seat in seats if seat.worker is not None] + list(self.drafters.living)
-
     def _listen(self) -> None:
-        workers = self._workers()
+        workers = self.oversight.workers()
         handles: list[Any] = [w.connection for w in workers] + [w.process.sentinel for w in workers]
         ready = wait(handles, timeout=TICK_SECONDS)
         for worker in workers:
@@ -134,6 +138,8 @@ class Supervisor:
             case Beat():
                 if self.coordinator is not None:
                     self.coordinator.renew(worker.name, time.monotonic())
+                elif message.phase == "checking":  # the inline rank that does it
+                    self._begin_check()
             case Done() | Failed():
                 self._result(worker, message)
             case Loaded(facts):
@@ -147,8 +153,9 @@ class Supervisor:
                 self.hooks.checked(message)
             case Note(text):
                 self.hooks.say(text)
-            case Phase():
-                self.hooks.changed(self.state())
+            case Recompiled(what):
+                self.hooks.say(f"{worker.name} compiled {what}")
+                self.hooks.happened("recompiled", f"{worker.name} compiled {what}", worker=worker.name, what=what)
 
     def _hear_drafter(self, worker: Worker, message: Any) -> None:
         if not self.drafters.has(worker):
@@ -165,12 +172,24 @@ class Supervisor:
             case Begun(step):
                 self._allow(step + 2)
             case Log(values):
-                self.hooks.log({**values, "waits": self._read_waits()})
+                self.hooks.log({**values, "waits": self.oversight.read_waits()})
             case Saved(step, seconds):
                 self.drafters.saved(step)
                 self.hooks.saved(step, seconds)
             case Ended():
                 self.drafters.ended[worker.name] = message
+
+    def _pass_on_request(self) -> None:
+        """`draftmill profile`: to one drafter and one target."""
+        wanted = self.requests.take() if self._working else None
+        if wanted is None:
+            return
+        seats = [] if self.targets is None else self.targets.working()
+        chosen = [*self.drafters.living[:1], *[seat.worker for seat in seats if seat.worker is not None][:1]]
+        self.hooks.happened("profile", asked(wanted, [worker.name for worker in chosen]))
+        accept(wanted, {worker.name: int(worker.process.pid or 0) for worker in chosen})
+        for worker in chosen:
+            worker.send(wanted)
 
     # --- targets
 
@@ -230,8 +249,6 @@ class Supervisor:
         assert seat.worker is not None
         if lease := self.coordinator.grant(seat.name, time.monotonic()):
             self._made_by[lease.index] = seat.name
-            if self.coordinator.outstanding(seat.name) == 1:
-                seat.worker.moved = time.monotonic()  # it had nothing to do before
             seat.worker.send(Work(lease.id, lease.index, lease.rank, lease.slot))
 
     # --- drafters
@@ -243,12 +260,8 @@ class Supervisor:
             self._supplied = self.drafters.generation
             self.drafters.tell(Matrices(self.facts))
             self._begin()
-        idle = [rank for rank in range(len(self.drafters.workers)) if self.coordinator.delivered(rank) == 0]
         for delivery in self.coordinator.deliver():
-            worker = self.drafters.workers[delivery.rank]
-            if delivery.rank in idle:
-                worker.moved = time.monotonic()  # it had nothing to do before
-            worker.send(Batch(delivery.index, delivery.slot))
+            self.drafters.workers[delivery.rank].send(Batch(delivery.index, delivery.slot))
 
     def _allow(self, steps: int) -> None:
         """Inline ranks: all may begin the steps below `steps`."""
@@ -270,7 +283,7 @@ class Supervisor:
             self._share_again()
         elif self.drafters.has(worker) and not self.drafters.gone(worker):
             self._restart_drafters(f"{worker.name}: {worker.end()}")
-        self.hooks.changed(self.state())
+        self.oversight.tell()
 
     def _share_again(self) -> None:
         """The target that was to write embedding and head is gone: another one does it."""
@@ -325,23 +338,9 @@ class Supervisor:
                     f"warning: {lease.worker} has been silent for {self.lease_seconds:g} s; batch {lease.index} goes "
                     "to another target"
                 )
-        in_the_way = set() if self.coordinator is None else self.coordinator.blocking()
-        for worker in self._workers():
-            silent, still = now - worker.heard, now - worker.moved
-            beats = worker.has_spoken and worker.name not in self.drafters.ended
-            patience = 2 * self.lease_seconds if beats else QUIET_SECONDS
-            hung = still > self.hang_seconds and self._has_work(worker)
-            if worker.name in in_the_way or silent > patience or hung:
-                what = f"has done nothing for {still:.0f} s" if hung else f"has been silent for {silent:.0f} s"
-                self.hooks.say(f"warning: {worker.name} {what} (last phase: {worker.phase}) and is killed")
-                worker.kill()  # its end is noticed like any other
-
-    def _has_work(self, worker: Worker) -> bool:
-        if self.coordinator is None:
-            return worker.phase == "working"
-        if self.drafters.has(worker):
-            return worker.phase == "working" and self.coordinator.delivered(self.drafters.rank_of(worker)) > 0
-        return self.coordinator.outstanding(worker.name) > 0
+        for worker, what in self.oversight.turn(now):
+            self.hooks.say(f"warning: {worker.name} {what} (last phase: {worker.phase}) and is killed")
+            worker.kill()  # its end is noticed like any other
 
     # --- ends
 
@@ -355,7 +354,7 @@ class Supervisor:
             return
         seat = ready[0]
         assert seat.worker is not None
-        self.hooks.checking()
+        self._begin_check()
         seat.worker.send(Check(str(self.drafters.checkpoints)))
         while not (self._checked or seat.worker is None or self.interrupted()):
             self._listen()
@@ -363,32 +362,17 @@ class Supervisor:
         if not self._checked:
             self.hooks.checked(None)
 
+    def _begin_check(self) -> None:
+        if not self._checking:
+            self._checking = True
+            self.hooks.checking()
+
     def _end_all(self) -> None:
         for kind in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C must not leave a process behind
             signal.signal(kind, signal.SIG_IGN)
-        workers = self._workers()
-        for worker in workers:
+        for worker in self.oversight.workers():
             worker.kill()
             worker.close()
         kill_strays()
         self.drafters.clean()
         self.ledger.close()
-
-    # --- what it looks like
-
-    def state(self) -> dict[str, Any]:
-        """For the status file: what each worker does, and the queue."""
-        workers = {worker.name: worker.state() for worker in self._workers()}
-        queue = None if self.coordinator is None else self.coordinator.in_flight
-        return {"workers": workers, "slots_in_use": queue, "restarts": self._restarts()}
-
-    def _restarts(self) -> int:
-        return self.drafters.restarts + (0 if self.targets is None else self.targets.restarts)
-
-    def _read_waits(self) -> dict[str, Any]:
-        targets = [] if self.targets is None else [s.worker for s in self.targets.seats if s.worker is not None]
-        return {
-            "targets_wait": self.waits.share("targets", targets),
-            "drafters_wait": self.waits.share("drafters", list(self.drafters.living)),
-            "slots_in_use": None if self.coordinator is None else self.coordinator.in_flight,
-        }

@@ -16,8 +16,9 @@ from draftmill.handoff.matrices import SharedMatrices, is_tied
 from draftmill.handoff.shared import RingShape, SharedRing, shared_writers
 from draftmill.records import TokenBatch
 from draftmill.run.job import Job, check_by_decoding
-from draftmill.run.link import Link
-from draftmill.run.messages import Check, Done, Failed, Loaded, Rings, Share, Shared, Stop, TargetFacts, Work
+from draftmill.run.link import Link, report_compiles
+from draftmill.run.messages import Check, Done, Failed, Loaded, Profile, Rings, Share, Shared, Stop, TargetFacts, Work
+from draftmill.run.profiling import Profiler
 from draftmill.run.states import States, bins_of, open_states
 from draftmill.target.checks import StateCheck
 from draftmill.train.checkpoint import load_drafter, open_checkpoint
@@ -46,29 +47,37 @@ class TargetJob(Job):
 class TargetWorker:
     """Answers one message after another. A batch's bytes may still be on their way while the next one is computed."""
 
+    first = "forward"
+
     def __init__(self, link: Link, job: TargetJob) -> None:
         self.link, self.job = link, job
-        link.phase("loading")
+        self.activity = link.activity
         started = time.perf_counter()
         self.plan = job.prepare_process()
+        report_compiles(link, job.device)
         bins = bins_of(self.plan, *job.batches)
-        self.states = open_states(job.config, job.spec, self.plan, job.device, bins=bins, share=job.targets)
+        self.states = open_states(
+            job.config, job.spec, self.plan, job.device, bins=bins, share=job.targets, activity=self.activity
+        )
         self.writers: list[Writer] = []
         if isinstance(job.ring, SharedRing):
             self.writers += shared_writers(job.ring, job.device)
         self._direct: DeviceRingWriters | None = None
         self._moving: Moving | None = None
-        self._steady = False
+        self.profiler = Profiler(job.name, "target", "batches", job.device, link.activity.enter)
+        self._batches = 0  # begun
         link.send(Loaded(facts_of(self.states, time.perf_counter() - started)))
 
     def run(self) -> None:
-        self.link.phase("working")
         while not isinstance(message := self._next(), Stop):
             if isinstance(message, Work):
                 self._compute(message)
             elif isinstance(message, Share):
+                self.activity.enter("loading", "embedding and head for the drafters")
                 self.job.matrices.write(self.states.embedding, self.states.head)
                 self.link.send(Shared())
+            elif isinstance(message, Profile):
+                self.profiler.request(message)
             elif isinstance(message, Rings):
                 self._open(message.handles)
             elif isinstance(message, Check):
@@ -85,6 +94,8 @@ class TargetWorker:
 
     def _check(self, path: Path) -> None:
         config = self.job.config
+        self.profiler.finish()
+        self.activity.enter("checking")
         drafter = load_drafter(open_checkpoint(path)).to(self.job.device)
         tokenizer, prompts = load_tokenizer(config.target.model), config.decode_check_prompts
         self.link.send(check_by_decoding(self.states.target, drafter, self.plan.prepared, tokenizer, prompts))
@@ -92,12 +103,14 @@ class TargetWorker:
     def _next(self) -> Any:
         if not self.link.pending():
             self._land()
-        return self.link.receive(idle=self._steady)
+            self.activity.enter("waiting for a slot")
+        return self.link.receive()
 
     def _compute(self, work: Work) -> None:
         """Begin the batch, then see the one before it arrive: the device is never without work for that."""
-        started = time.perf_counter()
-        self._steady = True
+        self.profiler.at(self._batches)
+        self._batches += 1
+        self.activity.enter("forward", f"batch {work.index}")
         batch, writer = self.plan.batch(work.index), self.writers[work.rank]
         features = writer.begin(work.slot)
         try:
@@ -114,13 +127,13 @@ class TargetWorker:
         self._moving = Moving(work, batch, features, check, transfer)
         if transfer.ready():
             self._land()
-        self.link.moved(time.perf_counter() - started)
 
     def _land(self) -> None:
         """The batch on its way has arrived: verify and report it."""
         if self._moving is None:
             return
         moving, self._moving = self._moving, None
+        self.activity.enter("forward", f"batch {moving.work.index}")  # the device may still be at it
         moving.transfer.wait()
         try:
             if moving.check is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from draftmill.errors import UserError
+from draftmill.run.console import say
+from draftmill.run.events import EventLog
 from draftmill.run.launch_local import Worker
 from draftmill.run.target_worker import TargetJob, TargetWorker
 
@@ -30,16 +32,17 @@ class Seat:
 
 
 class TargetGroup:
-    def __init__(self, jobs: list[TargetJob], say: Callable[[str], None]) -> None:
+    def __init__(self, jobs: list[TargetJob], events: EventLog, stacks_folder: Path) -> None:
         self.seats = [Seat(job.name, job) for job in jobs]
         self.restarts = 0
-        self._say = say
+        self._events, self._stacks_folder = events, stacks_folder
 
     def start_due(self) -> None:
         """Start every seat that has no worker and whose pause is over."""
         for seat in self.seats:
             if seat.worker is None and not seat.given_up and time.monotonic() >= seat.start_at:
-                seat.worker, seat.loaded = Worker(seat.name, TargetWorker, seat.job), False
+                seat.worker = Worker(seat.name, TargetWorker, seat.job, self._stacks_folder)
+                seat.loaded = False
 
     def seat_of(self, worker: Worker) -> Seat | None:
         return next((seat for seat in self.seats if seat.worker is worker), None)
@@ -57,7 +60,7 @@ class TargetGroup:
         if broken is not None and broken.user_error:
             raise UserError(reason)
         if broken is not None:
-            self._say(broken.traceback.rstrip())
+            say(broken.traceback.rstrip())
         cannot_load = broken is not None and not seat.loaded and reason == seat.ended  # the same error, twice
         seat.ended = reason
         seat.restarts += 1
@@ -67,7 +70,8 @@ class TargetGroup:
         self.restarts += 1
         pause = FIRST_PAUSE_SECONDS * 2.0 ** (seat.restarts - 1)
         seat.start_at = time.monotonic() + pause
-        self._say(f"warning: {seat.name} ended ({reason}); its batches go to others, it starts anew in {pause:g} s")
+        say(f"warning: {seat.name} ended ({reason}); its batches go to others, it starts anew in {pause:g} s")
+        self._events.add("restart", f"{seat.name} starts anew: {reason}", worker=seat.name, reason=reason)
 
     def _give_up(self, seat: Seat, reason: str) -> None:
         seat.given_up = True
@@ -75,7 +79,7 @@ class TargetGroup:
             raise UserError(
                 f"the run stopped: no target is left; {seat.name} ended {seat.restarts} times in a row: {reason}"
             )
-        self._say(
+        say(
             f"warning: {seat.name} ended {seat.restarts} times in a row ({reason}) and is given up; the run goes on "
             "with the others, more slowly"
         )

@@ -6,22 +6,21 @@ from draftmill.run.launch_local import Worker
 
 
 class Waits:
-    """Shares since the last question, start-up excluded: workers count only from their first batch on."""
+    """Shares since the last question, start-up excluded: a worker's time counts from its first batch on."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, float]] = {}
         self._shares: dict[str, float | None] = {}
 
     def share(self, side: str, workers: list[Worker]) -> float | None:
-        """Waiting / (waiting + working), 0 … 1; as before where no worker has spoken since. None while there is nothing
-        to go by."""
-        busy = sum(worker.beat.busy for worker in workers)
-        waiting = sum(worker.beat.waiting for worker in workers)
-        busy_before, waiting_before = self._last.get(side, (0.0, 0.0))
-        self._last[side] = (busy, waiting)
-        worked, waited = busy - busy_before, waiting - waiting_before
-        if worked < 0 or waited < 0:  # a worker was replaced
+        """Time waiting / all time, 0 … 1; as before where no worker has spoken since. None while there is nothing to go
+        by."""
+        waited = sum(worker.beat.waited for worker in workers)
+        steady = sum(worker.beat.steady for worker in workers)
+        waited_before, steady_before = self._last.get(side, (0.0, 0.0))
+        self._last[side] = (waited, steady)
+        if waited < waited_before or steady < steady_before:  # a worker was replaced
             self._shares[side] = None
-        elif worked + waited > 0:
-            self._shares[side] = waited / (worked + waited)
+        elif steady > steady_before:
+            self._shares[side] = min(1.0, (waited - waited_before) / (steady - steady_before))
         return self._shares.get(side)

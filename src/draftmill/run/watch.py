@@ -7,40 +7,45 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from draftmill.run.events import tail
 from draftmill.run.files import RunFolder
-from draftmill.run.status import EXIT_CODES, read_status, table
+from draftmill.run.status import EXIT_CODES, has_begun, read_status
+from draftmill.run.status_view import lines_of_status
+from draftmill.run.words import duration
 
 SECONDS = 1.0
 BARS = "▁▂▃▄▅▆▇█"
-CURVES = (("loss", "loss"), ("tau_teacher_forced", "τ"), ("tokens_per_second", "tokens/s"))
+CURVES = (("loss", "loss"), ("tau_teacher_forced", "τ"), ("tokens_per_second", "tokens/s"), ("slots_in_use", "queue"))
+BESIDE = 32  # columns of a curve's name and ends
+
+Row = dict[str, Any]
 
 
 def watch(root: Path) -> int:
-    """Show the run until it ends; returns the exit code that `status` would have."""
-    console = Console()
-    with Live(console=console, refresh_per_second=4) as live:
+    """Show the run until it ends, also one that is yet to begin; returns the exit code that `status` would have."""
+    console, began = Console(), time.time()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            status = read_status(root)
-            live.update(view(status, tail(RunFolder(root).metrics), console.width))
-            if status["state"] != "running":
-                return EXIT_CODES[status["state"]]
+            status = read_status(root) if has_begun(root) else None
+            if status is None:
+                live.update(_waiting(root, time.time() - began), refresh=True)
+            else:
+                rows = tail(RunFolder(root).metrics)
+                live.update(view(status, rows, console.width, console.height), refresh=True)
+                if status["state"] != "running":
+                    return EXIT_CODES[status["state"]]
             time.sleep(SECONDS)
 
 
-def view(status: dict[str, Any], rows: list[dict[str, Any]], width: int) -> Group:
-    """The status table, and below it the curves of the last lines of metrics."""
-    lines = []
-    for key, name in CURVES:
-        values = [float(row[key]) for row in rows if row.get(key) is not None]
-        if len(values) > 1:
-            curve = sparkline(values, max(10, width - 40))
-            lines.append(Text(f"{name:>10} {min(values):10,.3g} … {max(values):10,.3g}  {curve}"))
-    return Group(table(status, time.time()), *lines)
+def view(status: Row, rows: list[Row], width: int, height: int) -> RenderableType:
+    """The status table, and below it the curves of the last lines of metrics, as far as the terminal has room."""
+    shown = lines_of_status(status, time.time(), width, height)
+    curves = _curves(rows, width)[: max(0, height - len(shown.lines) - 1)]
+    return Group(shown, Text(), *curves) if curves else shown
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -52,3 +57,21 @@ def sparkline(values: list[float], width: int) -> str:
     if high == low:
         return BARS[0] * count
     return "".join(BARS[round((mean - low) / (high - low) * (len(BARS) - 1))] for mean in means)
+
+
+def _curves(rows: list[Row], width: int) -> list[Text]:
+    lines = []
+    for key, name in CURVES:
+        values = [float(value) for row in rows if (value := {**row, **(row.get("waits") or {})}.get(key)) is not None]
+        if len(values) > 1:
+            curve = sparkline(values, max(10, width - BESIDE))
+            lines.append(Text(f"{name:>8} {_short(min(values)):>8} … {_short(max(values)):>8}  {curve}"))
+    return lines
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _waiting(root: Path, seconds: float) -> Text:
+    return Text(f"no run in {root} yet; waiting for one for {duration(seconds)} (Ctrl-C ends this)")

@@ -6,7 +6,7 @@ anchors fell over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +19,13 @@ from draftmill.drafter.metrics import Sums
 from draftmill.drafter.model import Drafter
 
 BUCKET_BYTES = 25 << 20  # small gradients travel together; a matrix of the 27B shape alone is larger than this
+
+
+Doing = Callable[[str, str | None], None]  # is told what this process does now: an activity, and which piece of it
+
+
+def nobody(_activity: str, _what: str | None) -> None:
+    """Where nobody wants to know."""
 
 
 class Parallel(Protocol):
@@ -113,8 +120,9 @@ class DataParallel:
 
     always_run = False
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES, doing: Doing = nobody) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._doing = doing
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._launched = 0
@@ -139,6 +147,7 @@ class DataParallel:
             bucket.missing = len(bucket.parameters)
         yield
         if last:
+            self._doing("all-reduce", None)
             self._launch(all_of_them=True)
             for bucket in self._buckets:
                 bucket.finish()
@@ -148,6 +157,7 @@ class DataParallel:
         pass  # no sum begins before the last micro-step, and that one ends all it began
 
     def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
+        self._doing("all-reduce", None)
         return total_over_ranks(sums, tokens)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -175,8 +185,9 @@ class FullySharded:
 
     always_run = True
 
-    def __init__(self) -> None:
+    def __init__(self, doing: Doing = nobody) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._doing = doing
         self._pending = False  # whether gradients wait for the last micro-step
 
     def prepare(self, drafter: Drafter, *, by_autograd: bool) -> None:
@@ -210,6 +221,7 @@ class FullySharded:
         self._pending = False
 
     def total(self, sums: Sums, tokens: Tensor) -> tuple[Sums, Tensor]:
+        self._doing("all-reduce", None)
         return total_over_ranks(sums, tokens)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from draftmill.handoff.interface import BatchSource
 from draftmill.train.checkpoint import Checkpoint, load_optimizer, optimizer_tensors, save_checkpoint
 from draftmill.train.config import TrainConfig
 from draftmill.train.optim import Update, apply_update, learning_rate, make_optimizer
-from draftmill.train.parallel import Parallel
+from draftmill.train.parallel import Doing, Parallel, nobody
 from draftmill.train.step import StepSettings, make_step
 
 MAX_SKIPS_IN_A_ROW = 10
@@ -62,9 +62,9 @@ class Progress:
 class Trainer:
     """Consumes batch (s·A + a)·R + r at optimizer step s, micro-step a of A, rank r of R; A·R is `accumulation`.
 
-    On rank 0 on_log gets one dict per logging interval, on_save the seconds a checkpoint took. The source may end the
-    run before any batch; that throws the unfinished step away, which changes nothing: it is computed again, from the
-    same batches and anchors, by whoever goes on.
+    On rank 0 on_log gets one dict per logging interval, on_save the seconds a checkpoint took. doing is told what is
+    done now. The source may end the run before any batch; that throws the unfinished step away, which changes nothing:
+    it is computed again, from the same batches and anchors, by whoever goes on.
     """
 
     def __init__(
@@ -82,12 +82,13 @@ class Trainer:
         on_log: Callable[[dict[str, Any]], None],
         on_save: Callable[[float], None],
         provenance: dict[str, Any],
+        doing: Doing = nobody,
     ) -> None:
         self.drafter, self.source, self.config = drafter, source, config
         self.settings, self.total_steps = settings, total_steps
         self.device = embedding.device
         self.folder, self.provenance = folder, provenance
-        self.on_log, self.on_save = on_log, on_save
+        self.on_log, self.on_save, self.doing = on_log, on_save, doing
         self.parallel = parallel
         self.micro_steps, rest = divmod(config.accumulation, parallel.ranks)
         assert rest == 0, "the ranks share a step's batches evenly"
@@ -127,6 +128,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint: rank 0 alone, of what all hold together."""
+        if self.parallel.rank == 0 or self.parallel.always_run:  # another one that holds all has nothing to do here
+            self.doing("saving", f"step {self.progress.step}")
         started = time.perf_counter()
         weights = self.parallel.whole(self.drafter.state_dict())
         moments = self.parallel.whole(optimizer_tensors(self.optimizer))
@@ -159,6 +162,7 @@ class Trainer:
                 self.parallel.discard()
                 self.step.clear()
                 return None
+            self.doing("micro-step", f"batch {index}")
             with self.parallel.micro_step(last=number == self.micro_steps - 1):
                 sums = sums + self.step(batch)
             tokens += batch.tokens.tokens
@@ -167,6 +171,7 @@ class Trainer:
 
     def _update(self, sums: Sums, tokens: Tensor) -> None:
         p, c = self.progress, self.config
+        self.doing("update", f"step {p.step + 1}")
         lr = learning_rate(p.step, self.total_steps, c.lr, c.warmup_ratio)
         update = apply_update(self.parameters, self.optimizer, weight=sums.totals[1], lr=lr, clip=c.clip)
         self.step.updated()
