@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TARGET := models/smollm2-135m
 RUN := runs/quickstart
 
-.PHONY: quickstart test check format docs clean
+.PHONY: quickstart test test-long check format docs clean
 
 quickstart: $(VENV)/.main $(TARGET)/config.json
 	@echo "== 1/4 prepare: conversations → tokens and a loss mask"
@@ -30,6 +30,9 @@ quickstart: $(VENV)/.main $(TARGET)/config.json
 # In the order of the folders: by default files with few tests go last, and the longest of them would run alone.
 test: $(VENV)/.dev $(TARGET)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev $(TARGET)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

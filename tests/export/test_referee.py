@@ -55,7 +55,9 @@ def test_case_38_referee_would_notice_a_wrong_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed", [False, True], ids=["full", "sliding + full"])
+@pytest.mark.parametrize(
+    "mixed", [pytest.param(False, id="full", marks=pytest.mark.long), pytest.param(True, id="sliding + full")]
+)
 def test_case_37_same_acceptance_on_a_real_target(smollm2: Path, tmp_path: Path, mixed: bool) -> None:
     """Block by block the same number of accepted tokens, with a prompt longer than the window."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -31,7 +31,12 @@ def alone(mill: Mill) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("targets", "arguments"), [(1, ("handoff.slots=16",)), (2, ("handoff.slots=1",)), (3, ("handoff.queue=host",))]
+    ("targets", "arguments"),
+    [
+        pytest.param(1, ("handoff.slots=16",), marks=pytest.mark.long),
+        (2, ("handoff.slots=1",)),
+        (3, ("handoff.queue=host",)),
+    ],
 )
 def test_any_number_of_targets_and_slots_gives_the_same_drafter(
     mill: Mill, alone: Run, targets: int, arguments: tuple[str, ...]

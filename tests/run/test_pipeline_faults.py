@@ -71,6 +71,7 @@ def saved_step(run: Run) -> int:
 # --- killed
 
 
+@pytest.mark.long
 def test_a_killed_target_and_then_a_killed_drafter_change_nothing(mill: Mill, undisturbed: Run) -> None:
     run = mill.start("killed", *split(1, 1))
     run.await_rows(4)

@@ -358,6 +358,7 @@ def test_profiled_runs_name_their_work_and_are_not_changed_by_it(mill: Mill) -> 
         assert_each_batch_once(run, STEPS * 2)
 
 
+@pytest.mark.long
 def test_an_inline_rank_records_both_sides(mill: Mill) -> None:
     summary, _ = profiled(mill.start("inline", *FEW, "devices.inline=cpu*2"))
     assert counted(summary) == {("drafter-0", "target and drafter", 2, "steps")}
