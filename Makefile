@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with Python ≥ 3.11:
 #   make quickstart   install, then train, evaluate and export a small drafter of a real model on the CPU
-#   make test         install, then run the tests
+#   make test         install, then run the tests (make test-long: those that repeat a case at greater length)
 PYTHON ?= python3
 # Any torch ≥ 2.11 will do. For a smaller download on Linux without a GPU, name a CPU wheel here.
 TORCH ?= torch==2.13.0

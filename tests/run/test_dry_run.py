@@ -50,6 +50,7 @@ def test_a_dry_run_goes_the_whole_way_and_leaves_a_live_folder_alone(cli: Cli) -
     assert (run / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
+@pytest.mark.long
 def test_a_split_dry_run_uses_the_same_processes_and_leaves_no_folder(cli: Cli) -> None:
     done = cli.train("new", "--dry-run", "devices.targets=cpu", "devices.drafters=cpu", "train.max_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr

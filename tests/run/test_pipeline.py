@@ -35,7 +35,7 @@ def alone(mill: Mill) -> Run:
     [
         pytest.param(1, ("handoff.slots=16",), marks=pytest.mark.long),
         (2, ("handoff.slots=1",)),
-        (3, ("handoff.queue=host",)),
+        pytest.param(3, ("handoff.queue=host",), marks=pytest.mark.long),
     ],
 )
 def test_any_number_of_targets_and_slots_gives_the_same_drafter(
@@ -119,6 +119,7 @@ def test_wrong_devices_are_one_line_before_anything_starts(mill: Mill) -> None:
         assert "workers" not in run.status()
 
 
+@pytest.mark.long
 def test_a_run_ended_by_its_time_limit_is_checked_wherever_it_runs(mill: Mill) -> None:
     """Not only a finished one: in one process, supplied by a target, and inline on two devices."""
     limit = ("train.max_minutes=0.02", "train.max_steps=100000", "train.epochs=100000", "decode_check_prompts=2")

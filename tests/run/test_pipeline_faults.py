@@ -347,6 +347,7 @@ def test_a_target_that_cannot_load_ends_the_run_with_the_reason(mill: Mill, tiny
     assert saved_step(run) == 5
 
 
+@pytest.mark.long
 def test_a_drafter_that_diverges_ends_the_run_with_the_reason(mill: Mill) -> None:
     run = mill.start("diverges", *split(1, 2), "train.lr=1e38", "train.max_steps=100")
     assert run.end() == 2, run.said

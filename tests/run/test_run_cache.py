@@ -60,6 +60,7 @@ def test_a_damaged_file_is_made_again_and_a_lost_target_is_loaded_after_all(cli:
     assert damaged.exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_half_a_cache_serves_and_a_foreign_one_is_refused(cli: Cli, tiny_target: Path, tmp_path: Path) -> None:
     states = cli.folder / "states"
